@@ -1,0 +1,259 @@
+//! The op-level trait that one forward pass (crate `dunlin-model`) is generic over.
+//!
+//! Contract for every backend:
+//! - Activations are float32, row-major `[rows, cols]`, one row per token of the step.
+//! - Ops enqueue in program order; [`Backend::download`] waits. A host backend may run at once.
+//! - **Batch invariance**: each output row is a function of its own input row (and of its own
+//!   sequence's KV) alone, bit for bit: fixed reduction order, fixed KV tile of [`KV_TILE`]
+//!   tokens, no atomics, no dependence on how many rows share the call or on thread count.
+//! - Nothing allocates per op after [`Backend::tensor`] made the workspaces.
+
+use crate::{BackendError, HostTensor};
+use std::ops::Range;
+
+/// Tokens in one attention tile: the unit of the online softmax, on every backend. A KV block
+/// holds a whole number of tiles, so the order of reductions never depends on the block size.
+pub const KV_TILE: usize = 16;
+
+/// Which arithmetic a backend uses for linear layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Precision {
+    /// Dequantised weights, float32 activations: the oracle.
+    Exact,
+    /// Quantised weights times int8 activations (per row and 32-wide block).
+    Fast,
+}
+
+/// What a device is and how much it can hold.
+#[derive(Debug, Clone, serde::Serialize, serde::Deserialize)]
+pub struct DeviceInfo {
+    /// As written in `cluster.toml`: `cpu`, `cuda:0`, `wgpu:0`.
+    pub id: String,
+    /// For people: adapter or processor, and the instruction path in use.
+    pub description: String,
+    pub total_bytes: u64,
+    pub free_bytes: u64,
+}
+
+/// The part of a stored matrix that a shard needs (tensor parallelism slices rows or columns).
+/// Column ranges begin and end on multiples of 32.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Part {
+    pub rows: Range<usize>,
+    pub cols: Range<usize>,
+}
+
+impl Part {
+    /// The whole of `t`.
+    pub fn all(t: &HostTensor) -> Self {
+        Self { rows: 0..t.rows, cols: 0..t.cols }
+    }
+}
+
+/// Shape of one shard's paged KV store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KvSpec {
+    pub layers: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub blocks: usize,
+    /// Tokens per block; a multiple of [`KV_TILE`].
+    pub block_tokens: usize,
+}
+
+/// How rotary pairs are laid out in a head of `d` elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum RopeStyle {
+    /// Pairs `(i, i + d/2)`: Hugging Face checkpoints, GGUF "NEOX".
+    HalfSplit,
+    /// Pairs `(2i, 2i + 1)`: llama-family GGUF files, whose q and k rows are permuted.
+    Interleaved,
+}
+
+/// Rotary embedding of one kind of layer: `angle(pos, i) = pos * inv_freq[i]` in float32.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Rope {
+    pub style: RopeStyle,
+    pub head_dim: usize,
+    /// Length `head_dim / 2`; scaling (linear, llama3) is already applied.
+    pub inv_freq: std::sync::Arc<[f32]>,
+}
+
+/// Gated activation of a feed-forward block.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub enum Activation {
+    /// `x * sigmoid(x)`
+    Silu,
+    /// Gaussian error linear unit, tanh form.
+    GeluTanh,
+}
+
+/// Rows of one sequence within a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SeqRows {
+    /// Rows of the step's activations that belong to this sequence, in position order.
+    pub rows: Range<usize>,
+    /// Position of the first of those rows.
+    pub position: usize,
+    /// KV block table: block `i` holds positions `i*block_tokens ..`. Covers all rows.
+    pub blocks: Vec<u32>,
+}
+
+/// Attention hyper-parameters of one layer (of this tensor rank: local head counts).
+#[derive(Debug, Clone, PartialEq)]
+pub struct AttentionParams {
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+    pub scale: f32,
+    /// Query at position `p` sees keys at `p - window + 1 ..= p`; `None` is full causal.
+    pub window: Option<usize>,
+    /// `cap * tanh(score / cap)` where set.
+    pub softcap: Option<f32>,
+    /// For each local query head, its local KV head (GQA; uneven under tensor parallelism).
+    pub kv_head_of: Vec<usize>,
+}
+
+/// One weight of a [`Backend::linear`] call: `out = x * weight^T (+ bias)`.
+pub struct LinearPart<'a, B: Backend + ?Sized> {
+    pub weight: &'a B::Weight,
+    /// One row of `out.cols` elements.
+    pub bias: Option<&'a B::Tensor>,
+    pub out: &'a mut B::Tensor,
+}
+
+/// Weights of one mixture-of-experts block, one matrix per expert.
+pub struct Experts<'a, B: Backend + ?Sized> {
+    pub gate: &'a [B::Weight],
+    pub up: &'a [B::Weight],
+    pub down: &'a [B::Weight],
+    pub top_k: usize,
+    /// Divide the chosen probabilities by their sum.
+    pub normalise: bool,
+    pub activation: Activation,
+}
+
+/// A device that can run the ops of a transformer. See the module's contract.
+pub trait Backend: Send + Sync + Sized + 'static {
+    /// Float32 activations `[rows <= capacity, cols]`.
+    type Tensor: Send;
+    /// An immutable matrix in device memory; shared by shards across restarts through `Arc`.
+    type Weight: Send + Sync;
+    /// One shard's KV store.
+    type Kv: Send;
+
+    fn info(&self) -> DeviceInfo;
+
+    /// Uploads `part` of `t`, kept quantised and repacked as the device likes it.
+    fn weight(&self, t: &HostTensor, part: &Part) -> Result<Self::Weight, BackendError>;
+    /// Bytes that `weight` occupies on the device.
+    fn weight_bytes(&self, w: &Self::Weight) -> u64;
+    /// A zeroed tensor with room for `capacity` rows; `rows` starts at `capacity`.
+    fn tensor(&self, capacity: usize, cols: usize) -> Result<Self::Tensor, BackendError>;
+    /// Sets how many rows are in use (`<= capacity`).
+    fn set_rows(&self, t: &mut Self::Tensor, rows: usize) -> Result<(), BackendError>;
+    fn kv(&self, spec: &KvSpec) -> Result<Self::Kv, BackendError>;
+
+    /// Host to device; sets the row count from `src.len() / cols`.
+    fn upload(&self, src: &[f32], dst: &mut Self::Tensor) -> Result<(), BackendError>;
+    /// Device to host, after all enqueued work: the rows in use, row-major.
+    fn download(&self, t: &Self::Tensor, out: &mut Vec<f32>) -> Result<(), BackendError>;
+
+    /// `out[i] = table[ids[i]] * scale`.
+    fn embed(
+        &self,
+        table: &Self::Weight,
+        ids: &[u32],
+        scale: f32,
+        out: &mut Self::Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// Root mean square norm over each `segment` of a row (a whole row, or one head):
+    /// `out = x / sqrt(mean(x^2) + eps) * weight`. `weight` is one row of `segment` elements.
+    fn rms_norm(
+        &self,
+        x: &Self::Tensor,
+        weight: &Self::Tensor,
+        eps: f32,
+        segment: usize,
+        out: &mut Self::Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// The same in place (per-head q/k norms).
+    fn rms_norm_inplace(
+        &self,
+        x: &mut Self::Tensor,
+        weight: &Self::Tensor,
+        eps: f32,
+        segment: usize,
+    ) -> Result<(), BackendError>;
+
+    /// `x += delta`.
+    fn add(&self, x: &mut Self::Tensor, delta: &Self::Tensor) -> Result<(), BackendError>;
+
+    /// Several weights over one input (fused QKV, fused gate and up).
+    fn linear(
+        &self,
+        x: &Self::Tensor,
+        parts: &mut [LinearPart<'_, Self>],
+    ) -> Result<(), BackendError>;
+
+    /// Rotates every head of every row; `positions[row]` is absolute.
+    fn rope(
+        &self,
+        x: &mut Self::Tensor,
+        positions: &[u32],
+        rope: &Rope,
+    ) -> Result<(), BackendError>;
+
+    /// Stores the rows' keys and values at their positions in layer `layer` (local index).
+    fn kv_write(
+        &self,
+        kv: &mut Self::Kv,
+        layer: usize,
+        k: &Self::Tensor,
+        v: &Self::Tensor,
+        seqs: &[SeqRows],
+    ) -> Result<(), BackendError>;
+
+    /// Paged causal attention with an online softmax over tiles of [`KV_TILE`] keys.
+    fn attention(
+        &self,
+        q: &Self::Tensor,
+        kv: &Self::Kv,
+        layer: usize,
+        seqs: &[SeqRows],
+        params: &AttentionParams,
+        out: &mut Self::Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// `gate = activation(gate) * up`.
+    fn gated(
+        &self,
+        gate: &mut Self::Tensor,
+        up: &Self::Tensor,
+        activation: Activation,
+    ) -> Result<(), BackendError>;
+
+    /// `out = sum over the top_k experts e of softmax(router)[e] * ffn_e(x)`; `router` is
+    /// `[rows, experts]`. Ties go to the lower expert index; experts add in ascending index.
+    fn experts(
+        &self,
+        x: &Self::Tensor,
+        router: &Self::Tensor,
+        experts: &Experts<'_, Self>,
+        out: &mut Self::Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// `out[i] = x[rows[i]]`.
+    fn gather(
+        &self,
+        x: &Self::Tensor,
+        rows: &[u32],
+        out: &mut Self::Tensor,
+    ) -> Result<(), BackendError>;
+
+    /// Copies whole KV blocks (copy-on-write), all layers.
+    fn kv_copy(&self, kv: &mut Self::Kv, pairs: &[(u32, u32)]) -> Result<(), BackendError>;
+}

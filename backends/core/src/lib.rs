@@ -1,0 +1,12 @@
+//! What every backend shares: the [`Backend`] trait, host-side tensors in their file's quantised
+//! form, and plain reference operations.
+//!
+//! This crate knows nothing of models, actors, sockets or particular devices.
+
+mod backend;
+mod error;
+mod tensor;
+
+pub use backend::*;
+pub use error::BackendError;
+pub use tensor::*;

@@ -1,0 +1,156 @@
+//! What a shard runs: one stage of a model over one batch. Two engines exist: the transformer
+//! (generic over a [`dunlin_backend::Backend`]) and the hash engine, which stands in for it where
+//! microseconds matter more than meaning.
+
+use crate::sampling::{SamplingParams, TokenLogprob};
+use dunlin_backend::BackendError;
+use serde::{Deserialize, Serialize};
+use std::ops::Range;
+
+/// Which part of a model an engine holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct StageSpec {
+    /// Global layer range of this pipeline stage.
+    pub layers: Range<usize>,
+    /// The first stage embeds, the last one has the head and samples.
+    pub first: bool,
+    pub last: bool,
+    /// Tensor-parallel rank and group size.
+    pub rank: usize,
+    pub ranks: usize,
+    pub kv_blocks: usize,
+    pub block_tokens: usize,
+    /// The most tokens one batch may hold.
+    pub max_tokens: usize,
+}
+
+/// One sequence's share of a step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct BatchSeq {
+    /// Unique among live sequences of a replica; for messages and fault injection only.
+    pub request: u64,
+    /// Tokens to run, the first at `position`.
+    pub tokens: Vec<u32>,
+    pub position: u32,
+    /// Block table covering `0 .. position + tokens.len()`.
+    pub blocks: Vec<u32>,
+    /// Draw a token after the last of `tokens`.
+    pub sample: Option<SampleSpec>,
+    /// Report the logprob of each of these tokens' successors inside the chunk (echo), and of
+    /// the token at `position + tokens.len()` where the caller names it.
+    pub prompt_logprobs: Option<PromptLogprobs>,
+}
+
+/// What the sampler needs beyond the logits.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SampleSpec {
+    pub params: SamplingParams,
+    /// Prompt ids and output ids so far, only where `params.needs_history()`.
+    pub prompt: Vec<u32>,
+    pub output: Vec<u32>,
+    /// Tokens that must not be drawn yet (min_tokens), usually empty.
+    pub forbidden: Vec<u32>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct PromptLogprobs {
+    pub top: u32,
+    /// The token after this chunk, if it is still prompt.
+    pub next: Option<u32>,
+}
+
+/// The sequences of one micro-batch. The same value goes to every stage and rank.
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
+pub struct Batch {
+    pub seqs: Vec<BatchSeq>,
+    /// KV blocks to copy (from, to) before anything is written.
+    pub copies: Vec<(u32, u32)>,
+}
+
+impl Batch {
+    pub fn tokens(&self) -> usize {
+        self.seqs.iter().map(|s| s.tokens.len()).sum()
+    }
+}
+
+/// A drawn token, one per sequence with `sample` set, in batch order.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Sampled {
+    pub request: u64,
+    pub token: Result<u32, SampleFailure>,
+    pub logprob: Option<TokenLogprob>,
+    /// For `prompt_logprobs`: entry `i` is about the token at `position + i + 1`.
+    pub prompt_logprobs: Vec<TokenLogprob>,
+}
+
+/// Why no token could be drawn. Never answered by drawing anyway.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SampleFailure {
+    /// A logit was NaN or infinite.
+    NotFinite,
+    /// The batch asked only for prompt logprobs.
+    NotAsked,
+}
+
+/// What a stage hands on.
+#[derive(Debug, Clone, PartialEq)]
+pub enum StageOutput {
+    /// Activations `[tokens, hidden]`, float32, for the next stage.
+    Hidden(Vec<f32>),
+    /// The last stage's draws: sequences with `sample` or `prompt_logprobs`, in batch order.
+    Sampled(Vec<Sampled>),
+}
+
+/// Collective operations among the tensor-parallel ranks of one stage. Every rank calls the same
+/// operations in the same order; sums are taken in rank order, so all ranks hold the same bits.
+pub trait Collective {
+    fn all_reduce(&mut self, values: &mut [f32]) -> Result<(), CollectiveError>;
+    /// Concatenates each rank's `[rows, cols_r]` along columns, on every rank.
+    fn all_gather(&mut self, rows: usize, values: &[f32]) -> Result<Vec<f32>, CollectiveError>;
+}
+
+/// A rank did not answer in time, or disagreed about what is being reduced.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("collective with rank {rank} failed: {reason}")]
+pub struct CollectiveError {
+    pub rank: usize,
+    pub reason: String,
+}
+
+/// The collective of a group of one.
+pub struct Alone;
+
+impl Collective for Alone {
+    fn all_reduce(&mut self, _: &mut [f32]) -> Result<(), CollectiveError> {
+        Ok(())
+    }
+    fn all_gather(&mut self, _: usize, values: &[f32]) -> Result<Vec<f32>, CollectiveError> {
+        Ok(values.to_vec())
+    }
+}
+
+/// Why a step failed. The whole batch is affected; nothing of it was delivered.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum EngineError {
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// The batch does not fit the engine (shapes, block ids, token ids): a bug upstream.
+    #[error("batch refused: {0}")]
+    BadBatch(String),
+}
+
+/// One stage (and rank) of a model on one device, with its KV store.
+pub trait Engine: Send {
+    fn stage(&self) -> &StageSpec;
+    /// Width of the activations between stages.
+    fn hidden(&self) -> usize;
+    /// Runs one micro-batch. `input` is `None` on the first stage, else `[tokens, hidden]`.
+    fn step(
+        &mut self,
+        batch: &Batch,
+        input: Option<&[f32]>,
+        group: &mut dyn Collective,
+    ) -> Result<StageOutput, EngineError>;
+}

@@ -1,0 +1,8 @@
+//! Everything about a language model that is not a device and not a cluster: model files (GGUF,
+//! safetensors), tokenizer and chat template, the forward pass, sampling.
+//!
+//! This crate knows nothing of actors, sockets, or files other than model files.
+
+pub mod engine;
+pub mod sampling;
+pub mod spec;
