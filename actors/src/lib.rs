@@ -1,1 +1,6 @@
-//! placeholder
+//! The actors of a Dunlin cluster. Each folder holds a pure core and the thin actor around it.
+//!
+//! A request's path: [`gateway`] accepts it, [`router`] logs and places it, [`scheduler`] plans
+//! each step over [`kv`] blocks, [`shard`] runs the plan.
+
+pub mod messages;
