@@ -2,3 +2,5 @@
 //! membership, telemetry.
 //!
 //! This crate knows nothing of inference: no token, no tensor, no model.
+
+pub mod certs;
