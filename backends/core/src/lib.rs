@@ -5,6 +5,7 @@
 
 mod backend;
 mod error;
+pub mod quant;
 mod tensor;
 
 pub use backend::*;
