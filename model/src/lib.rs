@@ -3,6 +3,12 @@
 //!
 //! This crate knows nothing of actors, sockets, or files other than model files.
 
+pub mod describe;
 pub mod engine;
+pub mod error;
+pub mod gguf;
+pub mod loader;
+mod map;
+pub mod safetensors;
 pub mod sampling;
 pub mod spec;

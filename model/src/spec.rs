@@ -27,8 +27,15 @@ pub struct RopeSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum RopeScaling {
     None,
-    Linear { factor: f64 },
-    Llama3 { factor: f64, low_freq_factor: f64, high_freq_factor: f64, original_context: usize },
+    Linear {
+        factor: f64,
+    },
+    Llama3 {
+        factor: f64,
+        low_freq_factor: f64,
+        high_freq_factor: f64,
+        original_context: usize,
+    },
     /// `inv_freq[i] /= factors[i]`: GGUF's `rope_freqs.weight`, `head_dim / 2` values. It is how
     /// llama3 scaling is stored there.
     Factors(Vec<f32>),

@@ -1,0 +1,223 @@
+//! Opens a model wherever it lies: a GGUF file, a Hugging Face folder, or a folder with one GGUF.
+//!
+//! Opening maps the weights and checks every header; it copies no tensor. What a model is called
+//! and where it comes from is not known here (see the root package's `models`).
+
+use crate::describe::{from_config, from_gguf};
+use crate::error::LoadError;
+use crate::gguf::Gguf;
+use crate::map::{read_json, read_text};
+use crate::safetensors::{INDEX, SINGLE, SafeTensors};
+use crate::spec::ModelSpec;
+use dunlin_backend::HostTensor;
+use serde_json::Value;
+use sha2::{Digest, Sha256};
+use std::path::{Path, PathBuf};
+
+/// Largest JSON file read beside the weights (config, tokenizer settings).
+const MAX_JSON: u64 = 16 << 20;
+/// Bytes of a tensor that [`ModelFiles::model_hash`] reads: all of it up to this many, else
+/// [`SAMPLES`] evenly spread pieces that add up to it.
+const SAMPLED_BYTES: usize = 64 << 10;
+const SAMPLES: usize = 16;
+
+/// An opened model. Clones share the maps.
+#[derive(Debug, Clone)]
+pub struct ModelFiles {
+    path: PathBuf,
+    spec: ModelSpec,
+    weights: Weights,
+}
+
+#[derive(Debug, Clone)]
+pub(crate) enum Weights {
+    Gguf(Gguf),
+    Folder { folder: PathBuf, config: Value, tensors: SafeTensors },
+}
+
+impl ModelFiles {
+    /// Opens a `.gguf` file, a folder with `config.json` and safetensors, or a folder with
+    /// exactly one `.gguf`.
+    pub fn open(path: &Path) -> Result<Self, LoadError> {
+        let meta = std::fs::metadata(path).map_err(|e| LoadError::io(path, "open", e))?;
+        if !meta.is_dir() {
+            return Self::from_gguf(path);
+        }
+        let config = path.join("config.json");
+        let has_weights = path.join(INDEX).exists() || path.join(SINGLE).exists();
+        if config.exists() && has_weights {
+            return Self::from_folder(path, &config);
+        }
+        match gguf_files(path)?.as_slice() {
+            [one] => Self::from_gguf(one),
+            [] if config.exists() => {
+                let reason = format!("has config.json, but neither {SINGLE} nor {INDEX}");
+                Err(LoadError::not_a_model(path, reason))
+            }
+            [] => {
+                let reason = "has neither a .gguf file nor config.json with safetensors";
+                Err(LoadError::not_a_model(path, reason))
+            }
+            many => {
+                let reason = format!("has {} .gguf files; name the one to open", many.len());
+                Err(LoadError::not_a_model(path, reason))
+            }
+        }
+    }
+
+    fn from_gguf(path: &Path) -> Result<Self, LoadError> {
+        let file = Gguf::open(path)?;
+        let spec = from_gguf(&file)?;
+        Ok(Self { path: path.to_owned(), spec, weights: Weights::Gguf(file) })
+    }
+
+    fn from_folder(folder: &Path, config_path: &Path) -> Result<Self, LoadError> {
+        let config = read_json(config_path, MAX_JSON)?;
+        let spec = from_config(config_path, &config)?;
+        let tensors = SafeTensors::open_folder(folder)?;
+        let weights = Weights::Folder { folder: folder.to_owned(), config, tensors };
+        Ok(Self { path: folder.to_owned(), spec, weights })
+    }
+
+    /// What was opened: the file, or the folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    pub fn spec(&self) -> &ModelSpec {
+        &self.spec
+    }
+
+    /// Whether the names and row orders are GGUF's (else Hugging Face's).
+    pub fn is_gguf(&self) -> bool {
+        matches!(self.weights, Weights::Gguf(_))
+    }
+
+    /// The tensor called `name` in the file; borrows the map.
+    pub fn tensor(&self, name: &str) -> Result<HostTensor, LoadError> {
+        match &self.weights {
+            Weights::Gguf(file) => file.tensor(name),
+            Weights::Folder { tensors, .. } => tensors.tensor(name),
+        }
+    }
+
+    pub fn has(&self, name: &str) -> bool {
+        match &self.weights {
+            Weights::Gguf(file) => file.tensors().contains_key(name),
+            Weights::Folder { tensors, .. } => tensors.has(name),
+        }
+    }
+
+    /// Bytes of all weight files.
+    pub fn bytes(&self) -> u64 {
+        match &self.weights {
+            Weights::Gguf(file) => file.bytes(),
+            Weights::Folder { tensors, .. } => {
+                tensors.shards().iter().map(|s| s.file.len() as u64).sum()
+            }
+        }
+    }
+
+    /// A content hash in hexadecimal that names this model in cache keys and handshakes: equal on
+    /// every machine that holds the same files, whatever they are called.
+    ///
+    /// It is BLAKE3 over a version tag, the GGUF header (metadata and tensor table) or
+    /// `config.json` and every safetensors header, then of every tensor, in name order, its name,
+    /// size and up to 64 KiB of its bytes (16 evenly spread pieces where it is larger). So it
+    /// reads some megabytes of any model, and tells apart files that differ in metadata or in a
+    /// weight that was sampled; [`weights_sha256`](Self::weights_sha256) covers every byte.
+    pub fn model_hash(&self) -> String {
+        let mut hash = blake3::Hasher::new();
+        hash.update(b"dunlin model hash 1");
+        match &self.weights {
+            Weights::Gguf(file) => {
+                sized(&mut hash, file.header());
+                for name in file.tensors().keys() {
+                    sample(&mut hash, name, file.tensor(name).ok());
+                }
+            }
+            Weights::Folder { config, tensors, .. } => {
+                sized(&mut hash, config.to_string().as_bytes());
+                for shard in tensors.shards() {
+                    sized(&mut hash, &shard.header());
+                }
+                for name in tensors.names() {
+                    sample(&mut hash, name, tensors.tensor(name).ok());
+                }
+            }
+        }
+        hash.finalize().to_hex().to_string()
+    }
+
+    /// SHA-256 of the weight file in hexadecimal, as `sha256sum` prints it; of a sharded model,
+    /// that of its files concatenated in name order. Reads every byte.
+    pub fn weights_sha256(&self) -> String {
+        let mut hash = Sha256::new();
+        match &self.weights {
+            Weights::Gguf(file) => hash.update(file.file()),
+            Weights::Folder { tensors, .. } => {
+                for shard in tensors.shards() {
+                    hash.update(&shard.file);
+                }
+            }
+        }
+        hex(&hash.finalize())
+    }
+
+    pub(crate) fn weights(&self) -> &Weights {
+        &self.weights
+    }
+}
+
+/// Lower-case hexadecimal.
+pub fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// A JSON file of a model folder that may be absent.
+pub(crate) fn optional_json(folder: &Path, name: &str) -> Result<Option<Value>, LoadError> {
+    let path = folder.join(name);
+    if path.exists() { read_json(&path, MAX_JSON).map(Some) } else { Ok(None) }
+}
+
+/// A text file of a model folder that may be absent.
+pub(crate) fn optional_text(folder: &Path, name: &str) -> Result<Option<String>, LoadError> {
+    let path = folder.join(name);
+    if path.exists() { read_text(&path, MAX_JSON).map(Some) } else { Ok(None) }
+}
+
+fn gguf_files(folder: &Path) -> Result<Vec<PathBuf>, LoadError> {
+    let list = std::fs::read_dir(folder).map_err(|e| LoadError::io(folder, "list", e))?;
+    let mut found = Vec::new();
+    for entry in list {
+        let path = entry.map_err(|e| LoadError::io(folder, "list", e))?.path();
+        if path.extension().is_some_and(|e| e == "gguf") && path.is_file() {
+            found.push(path);
+        }
+    }
+    found.sort();
+    Ok(found)
+}
+
+fn sized(hash: &mut blake3::Hasher, bytes: &[u8]) {
+    hash.update(&(bytes.len() as u64).to_le_bytes());
+    hash.update(bytes);
+}
+
+fn sample(hash: &mut blake3::Hasher, name: &str, tensor: Option<HostTensor>) {
+    sized(hash, name.as_bytes());
+    // A tensor of a type that is never computed with counts by name (and by the header).
+    let Some(tensor) = tensor else { return };
+    let data = &tensor.data;
+    hash.update(&(data.len() as u64).to_le_bytes());
+    if data.len() <= SAMPLED_BYTES {
+        hash.update(data);
+        return;
+    }
+    let piece = SAMPLED_BYTES / SAMPLES;
+    for i in 0..SAMPLES {
+        // From the first byte to the last, in u128 since the product may exceed 64 bits.
+        let start = (data.len() - piece) as u128 * i as u128 / (SAMPLES - 1) as u128;
+        hash.update(&data[start as usize..start as usize + piece]);
+    }
+}
