@@ -4,3 +4,4 @@
 //! This crate knows nothing of inference: no token, no tensor, no model.
 
 pub mod certs;
+pub mod supervise;
