@@ -10,5 +10,6 @@ pub mod gguf;
 pub mod loader;
 mod map;
 pub mod safetensors;
+pub mod sampler;
 pub mod sampling;
 pub mod spec;

@@ -25,7 +25,7 @@ fn check(path: &Path, spec: &ModelSpec, key_of: fn(&str) -> String) -> Result<()
         ("heads", spec.heads, 1 << 12),
         ("kv_heads", spec.kv_heads, 1 << 12),
         ("head_dim", spec.head_dim, 1 << 12),
-        ("vocab", spec.vocab, 1 << 22),
+        ("vocab", spec.vocab, crate::sampler::MAX_VOCAB),
         ("context", spec.context, 1 << 28),
         ("experts", spec.moe.as_ref().map_or(1, |m| m.experts), 4096),
         ("expert_ffn", spec.moe.as_ref().map_or(1, |m| m.ffn), 1 << 20),
