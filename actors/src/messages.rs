@@ -11,21 +11,15 @@ use dunlin_runtime::{Address, NodeName, Protocol};
 use serde::{Deserialize, Serialize};
 
 /// Names a request for its whole life, across replays. Unique in the cluster.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct RequestId(pub u64);
 
 /// How often a request has been handed to a replica; starts at 1.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Attempt(pub u32);
 
 /// How often a replica has been placed; starts at 1.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ReplicaEpoch(pub u64);
 
 /// A validated request, as the gateway hands it to the router.
@@ -53,7 +47,9 @@ pub struct Request {
 /// Why a request was not accepted. Nothing was started.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 pub enum Refusal {
-    #[error("the prompt and max_tokens need {need} tokens of KV cache; the largest replica holds {have}")]
+    #[error(
+        "the prompt and max_tokens need {need} tokens of KV cache; the largest replica holds {have}"
+    )]
     NeverFits { need: u64, have: u64 },
     #[error("{waiting} requests are waiting; try again in {retry_after_ms} ms")]
     Overloaded { waiting: u64, retry_after_ms: u64 },
@@ -103,10 +99,24 @@ pub enum StreamEvent {
     /// About the prompt's tokens 1.. (the first has no predecessor); before any `Tokens`.
     PromptLogprobs(Vec<TokenLogprob>),
     /// `ids[0]` is output token number `position`; `logprobs` is empty or as long as `ids`.
-    Tokens { position: u32, ids: Vec<u32>, logprobs: Vec<TokenLogprob> },
-    Finished { reason: FinishReason, usage: Usage, served_by: Vec<String> },
-    Failed { code: FailureCode, message: String, usage: Usage },
-    Cancelled { usage: Usage },
+    Tokens {
+        position: u32,
+        ids: Vec<u32>,
+        logprobs: Vec<TokenLogprob>,
+    },
+    Finished {
+        reason: FinishReason,
+        usage: Usage,
+        served_by: Vec<String>,
+    },
+    Failed {
+        code: FailureCode,
+        message: String,
+        usage: Usage,
+    },
+    Cancelled {
+        usage: Usage,
+    },
 }
 
 impl StreamEvent {
@@ -156,11 +166,23 @@ pub enum RouterReply {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum RouterCast {
     /// The client is gone, or a stop string matched (`stopped`: end as `Finished(Stop)`).
-    Cancel { request: RequestId, stopped: bool },
-    Scheduler { replica: String, epoch: ReplicaEpoch, event: SchedulerEvent },
+    Cancel {
+        request: RequestId,
+        stopped: bool,
+    },
+    Scheduler {
+        replica: String,
+        epoch: ReplicaEpoch,
+        event: SchedulerEvent,
+    },
     /// From placement: this replica may be given work, or may not any more.
     ReplicaUp(ReplicaInfo),
-    ReplicaDown { replica: String, epoch: ReplicaEpoch, reason: String, suspects: Vec<RequestId> },
+    ReplicaDown {
+        replica: String,
+        epoch: ReplicaEpoch,
+        reason: String,
+        suspects: Vec<RequestId>,
+    },
 }
 
 impl Protocol for RouterProtocol {
@@ -234,12 +256,28 @@ pub struct Work {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum SchedulerCast {
-    Submit { epoch: ReplicaEpoch, work: Box<Work> },
-    Cancel { epoch: ReplicaEpoch, request: RequestId, attempt: Attempt },
+    Submit {
+        epoch: ReplicaEpoch,
+        work: Box<Work>,
+    },
+    Cancel {
+        epoch: ReplicaEpoch,
+        request: RequestId,
+        attempt: Attempt,
+    },
     /// From the last stage's rank 0.
-    StepDone { epoch: ReplicaEpoch, step: u64, sampled: Vec<Sampled>, micros: u64 },
+    StepDone {
+        epoch: ReplicaEpoch,
+        step: u64,
+        sampled: Vec<Sampled>,
+        micros: u64,
+    },
     /// From any shard: the step's batch is lost; the replica is about to be placed anew.
-    StepFailed { epoch: ReplicaEpoch, step: u64, reason: String },
+    StepFailed {
+        epoch: ReplicaEpoch,
+        step: u64,
+        reason: String,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -266,7 +304,11 @@ impl Protocol for SchedulerProtocol {
 /// What a scheduler tells the router.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum SchedulerEvent {
-    PromptLogprobs { request: RequestId, attempt: Attempt, logprobs: Vec<TokenLogprob> },
+    PromptLogprobs {
+        request: RequestId,
+        attempt: Attempt,
+        logprobs: Vec<TokenLogprob>,
+    },
     Tokens {
         request: RequestId,
         attempt: Attempt,
@@ -277,18 +319,29 @@ pub enum SchedulerEvent {
         /// Prompt tokens served from the prefix cache (first report of an attempt only).
         cached_tokens: Option<u32>,
     },
-    Finished { request: RequestId, attempt: Attempt, reason: FinishReason },
-    Failed { request: RequestId, attempt: Attempt, code: FailureCode, message: String },
+    Finished {
+        request: RequestId,
+        attempt: Attempt,
+        reason: FinishReason,
+    },
+    Failed {
+        request: RequestId,
+        attempt: Attempt,
+        code: FailureCode,
+        message: String,
+    },
     Load(LoadReport),
     /// Prefix blocks that came into or left the cache since the last report. `seq` rises by one;
     /// after a gap the router forgets what it knew of this replica.
-    KvEvents { seq: u64, stored: Vec<BlockKey>, removed: Vec<BlockKey> },
+    KvEvents {
+        seq: u64,
+        stored: Vec<BlockKey>,
+        removed: Vec<BlockKey>,
+    },
 }
 
 /// Chained hash of a full KV block: namespace, tenant and salt, all tokens up to its end.
-#[derive(
-    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
-)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct BlockKey(pub [u8; 16]);
 
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -368,7 +421,10 @@ pub enum AgentCall {
     Load(Box<ReplicaPlan>),
     /// All shards are loaded: the leader starts KV block manager and scheduler.
     Lead(Box<ReplicaPlan>),
-    Retire { replica: String, epoch: ReplicaEpoch },
+    Retire {
+        replica: String,
+        epoch: ReplicaEpoch,
+    },
     /// Actor tree with restarts, for `dunlin status`.
     Tree,
 }
@@ -420,12 +476,7 @@ pub struct PlacementProtocol;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum PlacementCast {
     /// A shard or scheduler of this epoch is gone; `suspects` were in the failing step.
-    ReplicaBroken {
-        replica: String,
-        epoch: ReplicaEpoch,
-        reason: String,
-        suspects: Vec<RequestId>,
-    },
+    ReplicaBroken { replica: String, epoch: ReplicaEpoch, reason: String, suspects: Vec<RequestId> },
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
