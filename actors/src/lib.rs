@@ -3,4 +3,5 @@
 //! A request's path: [`gateway`] accepts it, [`router`] logs and places it, [`scheduler`] plans
 //! each step over [`kv`] blocks, [`shard`] runs the plan.
 
+pub mod kv;
 pub mod messages;
