@@ -5,3 +5,4 @@
 
 pub mod kv;
 pub mod messages;
+pub mod router;

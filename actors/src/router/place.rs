@@ -1,0 +1,117 @@
+//! Which replica gets a request.
+//!
+//! Among ready replicas that have room, the lowest cost wins: tokens to be prefilled (what the
+//! replica has queued, plus this request's tokens less its cached prefix) plus tokens of KV held
+//! (Dynamo's cost, in tokens so that unlike block sizes compare). Ties go to the fewest requests,
+//! then to the name. A replica that is not ready is no candidate, whatever its cache holds.
+
+use super::fleet::{Replica, Slot};
+use super::log::{Open, Share};
+use super::{Note, Output, Router};
+use crate::messages::{RequestId, SchedulerCast};
+
+/// The outcome of a decision.
+struct Choice {
+    slot: Slot,
+    cost: u64,
+    hit_tokens: u64,
+    candidates: usize,
+}
+
+impl Router {
+    /// Hands out waiting requests, in order of arrival, while replicas have room.
+    pub(super) fn place_waiting(&mut self) {
+        if self.waiting.is_empty() || !self.any_room() {
+            return;
+        }
+        let line: Vec<RequestId> = self.waiting.values().copied().collect();
+        for id in line {
+            if !self.any_room() {
+                return;
+            }
+            self.place(id);
+        }
+    }
+
+    fn any_room(&self) -> bool {
+        self.fleet.ready().any(|(_, replica)| self.has_room(replica))
+    }
+
+    fn has_room(&self, replica: &Replica) -> bool {
+        let limit = replica.info.max_running.saturating_add(self.config.queue_ahead.max(1));
+        replica.shunned_until <= self.now && replica.assigned.len() < limit as usize
+    }
+
+    fn place(&mut self, id: RequestId) {
+        let Some(choice) = self.choose(id) else { return };
+        let Some(open) = self.open.get_mut(&id) else { return };
+        let Some(replica) = self.fleet.get(choice.slot) else { return };
+        open.attempt += 1;
+        open.trouble.moved = false;
+        let share = Share {
+            slot: choice.slot,
+            epoch: replica.info.epoch,
+            prefill_tokens: open.len() - choice.hit_tokens,
+            held_tokens: open.len(),
+        };
+        let to = replica.info.scheduler.clone();
+        let name = replica.info.replica.clone();
+        let cast = SchedulerCast::Submit { epoch: share.epoch, work: Box::new(open.work()) };
+        let attempt = open.attempt();
+        self.waiting.remove(&open.arrival);
+        self.fleet.assign(id, &share);
+        open.share = Some(share);
+        self.out.push(Output::Send { to, cast });
+        self.note(Note::Placed {
+            request: id,
+            attempt,
+            replica: name,
+            cost: choice.cost,
+            hit_tokens: choice.hit_tokens,
+            candidates: choice.candidates,
+        });
+    }
+
+    fn choose(&mut self, id: RequestId) -> Option<Choice> {
+        let mut open = self.open.remove(&id)?;
+        let choice = self.choose_for(&mut open);
+        self.open.insert(id, open);
+        choice
+    }
+
+    fn choose_for(&self, open: &mut Open) -> Option<Choice> {
+        let need = open.reserved_tokens();
+        let length = open.len();
+        let slots = self.fleet.slots();
+        // One chain and one walk of the index per kind of replica; usually there is one kind.
+        let mut walks: Vec<([u8; 16], u32, Vec<u32>)> = Vec::new();
+        let mut best: Option<(_, Choice)> = None;
+        let mut candidates = 0;
+        for (slot, replica) in self.fleet.ready() {
+            let info = &replica.info;
+            if info.max_sequence_tokens < need || !self.has_room(replica) {
+                continue;
+            }
+            candidates += 1;
+            let kind = (info.cache_namespace, info.block_tokens);
+            let known = walks.iter().position(|(n, b, _)| (*n, *b) == kind);
+            let walk = known.unwrap_or_else(|| {
+                let keys = open.block_keys(kind.0, kind.1);
+                walks.push((kind.0, kind.1, self.fleet.index.overlaps(keys, slots)));
+                walks.len() - 1
+            });
+            let blocks = walks[walk].2.get(slot.0).copied().unwrap_or(0);
+            // The last token is always computed: its logits are what is wanted.
+            let hit_tokens =
+                (u64::from(blocks) * u64::from(info.block_tokens)).min(length.saturating_sub(1));
+            let prefill = replica.prefill_tokens + length - hit_tokens;
+            let cost = prefill + replica.held_tokens + length;
+            let rank = (cost, replica.assigned.len());
+            // Names come in order, so the first of equals is the lowest name.
+            if best.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
+                best = Some((rank, Choice { slot, cost, hit_tokens, candidates: 0 }));
+            }
+        }
+        best.map(|(_, choice)| Choice { candidates, ..choice })
+    }
+}
