@@ -3,5 +3,31 @@
 //!
 //! This crate knows nothing of inference: no token, no tensor, no model.
 
+pub mod address;
 pub mod certs;
+pub mod codec;
+pub mod config;
+mod flow;
+mod frame;
+mod lease;
+mod link;
+mod mailbox;
+mod membership;
+mod node;
+mod options;
+mod peer;
+mod prng;
+mod session;
 pub mod supervise;
+pub mod transport;
+
+pub use address::{Address, BadName, Incarnation, NodeName, Peer};
+pub use codec::CodecError;
+pub use flow::{FlowClass, FlowError, FlowFrame, FlowId, FlowReceiver, FlowSender};
+pub use frame::{FrameError, PROTOCOL_VERSION, Refusal, RefusalCode};
+pub use mailbox::{CallError, CastError, Export, ExportError, Inbound, Protocol, ReplyPort};
+pub use node::{Lease, Node, PeerEvent, StartError};
+pub use options::{Limits, NodeOptions, Timing};
+pub use peer::PeerStatus;
+pub use transport::memory::MemoryNetwork;
+pub use transport::{BindError, Transport};

@@ -1,0 +1,385 @@
+//! The data plane: long-lived, one-way flows of frames between nodes.
+//!
+//! A flow is a lane of its own. Its sender opens the lane with the first frame, waits while the
+//! receiver does not read, and after a lost link reports `LinkDown` once and opens anew with the
+//! next frame. Frames under way when a link breaks are lost; the receiver is told `LinkDown`
+//! between what came before and what comes after. Frames of an older life of the sender are
+//! refused. Payloads are not copied here; the transport makes one copy into the frame.
+
+use crate::address::{Incarnation, NodeName};
+use crate::frame::{self, FLOW_HEAD, Frame, Stamp};
+use crate::options::{Limits, ms};
+use crate::peer::PeerShell;
+use crate::transport::{FrameSink, FrameSource, LaneClass, LinkError, OutFrame};
+use bytes::Bytes;
+use parking_lot::Mutex;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::runtime::Handle;
+use tokio::sync::{mpsc, watch};
+
+/// Names a flow between two nodes and one direction; both ends derive it from the same plan.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct FlowId(pub u64);
+
+/// What a flow carries; earlier classes go first on a busy link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum FlowClass {
+    Activations,
+    Kv,
+    Weights,
+}
+
+impl FlowClass {
+    fn lane(self) -> LaneClass {
+        match self {
+            Self::Activations => LaneClass::Activations,
+            Self::Kv => LaneClass::Kv,
+            Self::Weights => LaneClass::Weights,
+        }
+    }
+}
+
+/// One unit of a flow. The three numbers are the actors' own, for fencing and matching.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FlowFrame {
+    pub epoch: u64,
+    pub step: u64,
+    pub tag: u64,
+    pub payload: Bytes,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum FlowError {
+    /// Frames under way may be lost. Using the flow again reopens it.
+    #[error("flow {flow:016x} with {peer}: the link is down: {reason}")]
+    LinkDown { peer: NodeName, flow: u64, reason: String },
+    /// The other end was dropped. It may be opened again.
+    #[error("flow {flow:016x} with {peer}: closed by the other end")]
+    Closed { peer: NodeName, flow: u64 },
+    #[error("flow {flow:016x} with {peer}: nothing within {after_ms} ms")]
+    Deadline { peer: NodeName, flow: u64, after_ms: u64 },
+    #[error("flow {flow:016x} with {peer}: a payload of {size} bytes is over the limit of {limit}")]
+    TooBig { peer: NodeName, flow: u64, size: usize, limit: usize },
+}
+
+/// The sending end. One frame at a time; concurrent sends queue up in turn.
+pub struct FlowSender {
+    peer: Arc<PeerShell>,
+    flow: FlowId,
+    class: FlowClass,
+    stamp: Stamp,
+    open_ms: u64,
+    handle: Handle,
+    path: tokio::sync::Mutex<Path>,
+}
+
+enum Path {
+    /// Both ends are on this node.
+    Local(Arc<Slot>),
+    Closed,
+    /// On the link `.0`.
+    Lane(u64, Box<dyn FrameSink>),
+}
+
+impl FlowSender {
+    pub(crate) fn new(
+        peer: Arc<PeerShell>,
+        flow: FlowId,
+        class: FlowClass,
+        stamp: Stamp,
+        (local, open_ms): (bool, u64),
+        handle: Handle,
+    ) -> Self {
+        let path = match local {
+            true => Path::Local(peer.flows.slot(flow)),
+            false => Path::Closed,
+        };
+        let path = tokio::sync::Mutex::new(path);
+        Self { peer, flow, class, stamp, open_ms, handle, path }
+    }
+
+    /// Hands a frame over; waits while the peer does not read. If the future is dropped before it
+    /// is ready, the frame may be lost and the flow reopens with the next one.
+    pub async fn send(&self, frame: FlowFrame) -> Result<(), FlowError> {
+        let (size, limit) = (frame.payload.len(), self.peer.limits.flow_frame_bytes);
+        if size > limit {
+            let (peer, flow) = (self.peer.name.clone(), self.flow.0);
+            return Err(FlowError::TooBig { peer, flow, size, limit });
+        }
+        let mut path = self.path.lock().await;
+        if let Path::Local(slot) = &*path {
+            let event = Event::Frame(self.stamp.incarnation, frame);
+            if slot.tx.send(event).await.is_err() {
+                *path = Path::Local(self.peer.flows.slot(self.flow));
+                return Err(self.closed());
+            }
+            return Ok(());
+        }
+        // Taken out, so that a dropped future leaves no half-written lane behind.
+        let (token, mut sink) = match std::mem::replace(&mut *path, Path::Closed) {
+            Path::Lane(token, sink) => {
+                let now = self.peer.view.borrow().as_ref().map(|view| view.token);
+                if now != Some(token) {
+                    let reason = self.peer.down_reason();
+                    return Err(self.link_down(
+                        reason.unwrap_or_else(|| "frames of the old link may be lost".into()),
+                    ));
+                }
+                (token, sink)
+            }
+            _ => self.open().await?,
+        };
+        let head = frame::flow_head(frame.epoch, frame.step, frame.tag);
+        sink.send(vec![OutFrame { head, body: frame.payload }])
+            .await
+            .map_err(|error| self.failed(error))?;
+        *path = Path::Lane(token, sink);
+        Ok(())
+    }
+
+    /// [`Self::send`] for device threads; panics on a tokio worker thread.
+    pub fn blocking_send(&self, frame: FlowFrame) -> Result<(), FlowError> {
+        self.handle.block_on(self.send(frame))
+    }
+
+    async fn open(&self) -> Result<(u64, Box<dyn FrameSink>), FlowError> {
+        let mut views = self.peer.view.subscribe();
+        let wait = views.wait_for(Option::is_some);
+        let view = match tokio::time::timeout(ms(self.open_ms), wait).await {
+            Ok(Ok(view)) => view.clone(),
+            _ => None,
+        };
+        let Some(view) = view else {
+            let reason = self.peer.down_reason().unwrap_or_else(|| "no link".into());
+            return Err(self.link_down(reason));
+        };
+        let mut sink =
+            view.link.open(self.class.lane()).await.map_err(|error| self.failed(error))?;
+        let open = Frame::OpenFlow { flow: self.flow.0, class: self.class as u8 };
+        let head = frame::encode(self.stamp, &open);
+        sink.send(vec![OutFrame { head, body: Bytes::new() }])
+            .await
+            .map_err(|error| self.failed(error))?;
+        Ok((view.token, sink))
+    }
+
+    fn failed(&self, error: LinkError) -> FlowError {
+        match error {
+            LinkError::Stopped => self.closed(),
+            other => self.link_down(other.to_string()),
+        }
+    }
+
+    fn closed(&self) -> FlowError {
+        FlowError::Closed { peer: self.peer.name.clone(), flow: self.flow.0 }
+    }
+
+    fn link_down(&self, reason: String) -> FlowError {
+        FlowError::LinkDown { peer: self.peer.name.clone(), flow: self.flow.0, reason }
+    }
+}
+
+impl Drop for FlowSender {
+    fn drop(&mut self) {
+        match self.path.get_mut() {
+            Path::Lane(_, sink) => sink.finish(),
+            Path::Local(slot) => {
+                // A full queue tells the receiver nothing; it then waits for its own deadline.
+                let _ = slot.tx.try_send(Event::Finished);
+                self.peer.flows.forget_unclaimed(self.flow, slot);
+            }
+            Path::Closed => {}
+        }
+    }
+}
+
+/// The receiving end.
+pub struct FlowReceiver {
+    peer: Arc<PeerShell>,
+    flow: FlowId,
+    slot: Arc<Slot>,
+    events: mpsc::Receiver<Event>,
+    handle: Handle,
+}
+
+impl FlowReceiver {
+    pub(crate) fn new(peer: Arc<PeerShell>, flow: FlowId, handle: Handle) -> Self {
+        let (slot, events) = peer.flows.claim(flow);
+        Self { peer, flow, slot, events, handle }
+    }
+
+    /// The next frame. Cancel-safe: a dropped future loses no frame.
+    pub async fn recv(&mut self) -> Result<FlowFrame, FlowError> {
+        let (peer, flow) = (&self.peer, self.flow.0);
+        loop {
+            match self.events.recv().await {
+                Some(Event::Frame(incarnation, frame)) if incarnation >= peer.incarnation() => {
+                    return Ok(frame);
+                }
+                Some(Event::Frame(..)) => {
+                    metrics::counter!("dunlin_frames_refused_total", "reason" => "stale_flow")
+                        .increment(1);
+                }
+                Some(Event::Broken(reason)) => {
+                    return Err(FlowError::LinkDown { peer: peer.name.clone(), flow, reason });
+                }
+                Some(Event::Finished) | None => {
+                    return Err(FlowError::Closed { peer: peer.name.clone(), flow });
+                }
+            }
+        }
+    }
+
+    /// [`Self::recv`] for device threads, bounded in time; panics on a tokio worker thread.
+    pub fn blocking_recv(&mut self, deadline: Duration) -> Result<FlowFrame, FlowError> {
+        let handle = self.handle.clone();
+        handle.block_on(async {
+            // Looked at first, so that a frame which is there costs no timer.
+            match tokio::time::timeout(deadline, self.recv()).await {
+                Ok(result) => result,
+                Err(_) => Err(FlowError::Deadline {
+                    peer: self.peer.name.clone(),
+                    flow: self.flow.0,
+                    after_ms: deadline.as_millis() as u64,
+                }),
+            }
+        })
+    }
+}
+
+impl Drop for FlowReceiver {
+    fn drop(&mut self) {
+        self.peer.flows.remove(self.flow, &self.slot);
+    }
+}
+
+enum Event {
+    Frame(Incarnation, FlowFrame),
+    Broken(String),
+    Finished,
+}
+
+/// Where the lanes of one flow meet their receiver.
+struct Slot {
+    tx: mpsc::Sender<Event>,
+    rx: Mutex<Option<mpsc::Receiver<Event>>>,
+    claimed: watch::Sender<bool>,
+    /// Held by the lane that feeds the receiver: a reopened flow waits for the end of the old.
+    turn: tokio::sync::Mutex<()>,
+}
+
+/// The flows that come from one peer.
+pub(crate) struct Flows {
+    limits: Limits,
+    slots: Mutex<BTreeMap<FlowId, Arc<Slot>>>,
+}
+
+impl Flows {
+    pub fn new(limits: Limits) -> Self {
+        Self { limits, slots: Mutex::new(BTreeMap::new()) }
+    }
+
+    fn fresh(&self) -> Arc<Slot> {
+        let (tx, rx) = mpsc::channel(self.limits.flow_frames.max(1));
+        Arc::new(Slot {
+            tx,
+            rx: Mutex::new(Some(rx)),
+            claimed: watch::Sender::new(false),
+            turn: tokio::sync::Mutex::new(()),
+        })
+    }
+
+    fn slot(&self, flow: FlowId) -> Arc<Slot> {
+        self.slots.lock().entry(flow).or_insert_with(|| self.fresh()).clone()
+    }
+
+    /// Takes the receiving end; a second claim takes over from the first.
+    fn claim(&self, flow: FlowId) -> (Arc<Slot>, mpsc::Receiver<Event>) {
+        let mut slots = self.slots.lock();
+        let mut slot = slots.entry(flow).or_insert_with(|| self.fresh()).clone();
+        let taken = slot.rx.lock().take();
+        let rx = match taken {
+            Some(rx) => rx,
+            None => {
+                slot = self.fresh();
+                slots.insert(flow, slot.clone());
+                match slot.rx.lock().take() {
+                    Some(rx) => rx,
+                    None => mpsc::channel(1).1,
+                }
+            }
+        };
+        slot.claimed.send_replace(true);
+        (slot, rx)
+    }
+
+    fn remove(&self, flow: FlowId, slot: &Arc<Slot>) {
+        let mut slots = self.slots.lock();
+        if slots.get(&flow).is_some_and(|s| Arc::ptr_eq(s, slot)) {
+            slots.remove(&flow);
+        }
+    }
+
+    fn forget_unclaimed(&self, flow: FlowId, slot: &Arc<Slot>) {
+        if !*slot.claimed.borrow() {
+            self.remove(flow, slot);
+        }
+    }
+
+    /// Feeds the receiver from a lane until either ends. Nothing is read before there is a
+    /// receiver: until then the peer's frames wait on its side.
+    pub async fn pump(
+        peer: &PeerShell,
+        flow: FlowId,
+        incarnation: Incarnation,
+        mut source: Box<dyn FrameSource>,
+        gone: impl Future<Output = String>,
+    ) {
+        let flows = &peer.flows;
+        if flows.slots.lock().len() >= flows.limits.flows_per_peer
+            && !flows.slots.lock().contains_key(&flow)
+        {
+            tracing::warn!(peer = %peer.name, flow = flow.0, "too many flows: refused");
+            metrics::counter!("dunlin_frames_refused_total", "reason" => "too_many_flows")
+                .increment(1);
+            return;
+        }
+        let slot = flows.slot(flow);
+        let mut claimed = slot.claimed.subscribe();
+        let ready = async {
+            let _ = claimed.wait_for(|claimed| *claimed).await;
+            slot.turn.lock().await
+        };
+        let _turn = tokio::select! {
+            biased;
+            turn = ready => turn,
+            _ = gone => return flows.forget_unclaimed(flow, &slot),
+        };
+        let limit = flows.limits.flow_frame_bytes.saturating_add(FLOW_HEAD);
+        let end = loop {
+            let received = tokio::select! {
+                biased;
+                _ = slot.tx.closed() => return,
+                received = source.recv(limit) => received,
+            };
+            peer.heard();
+            let event = match received {
+                Ok(Some(bytes)) => match frame::read_flow(bytes) {
+                    Ok((epoch, step, tag, payload)) => {
+                        let frame = FlowFrame { epoch, step, tag, payload };
+                        Event::Frame(incarnation, frame)
+                    }
+                    Err(error) => break Event::Broken(error.to_string()),
+                },
+                Ok(None) => break Event::Finished,
+                Err(error) => break Event::Broken(error.to_string()),
+            };
+            if incarnation < peer.incarnation() || slot.tx.send(event).await.is_err() {
+                return;
+            }
+        };
+        let _ = slot.tx.send(end).await;
+    }
+}
