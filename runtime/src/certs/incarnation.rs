@@ -1,0 +1,38 @@
+//! The counter that tells a node's lives apart.
+
+use std::path::Path;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::{CertError, bundle_path, files};
+
+/// A number higher than any before for this node, kept in its bundle before it is returned.
+///
+/// It is milliseconds since 1970, or one more than the last if the clock has gone back: so it also
+/// rises when the bundle is copied to a new machine.
+pub fn next_incarnation(dir: &Path, node: &str) -> Result<u64, CertError> {
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    next_at(dir, node, u64::try_from(now.as_millis()).unwrap_or(0))
+}
+
+pub(super) fn next_at(dir: &Path, node: &str, now_ms: u64) -> Result<u64, CertError> {
+    let bundle = bundle_path(dir, node);
+    if !bundle.is_dir() {
+        return Err(CertError::NoBundle { node: node.to_string(), dir: dir.to_path_buf() });
+    }
+    let path = bundle.join("incarnation");
+    let _lock = files::lock(&bundle.join("lock"))?;
+    let last = if path.exists() { Some(parse(&path)?) } else { None };
+    let next = last.map_or(now_ms, |last| now_ms.max(last.saturating_add(1)));
+    files::write(&path, format!("{next}\n").as_bytes(), false)?;
+    Ok(next)
+}
+
+fn parse(path: &Path) -> Result<u64, CertError> {
+    let bytes = files::read(path)?;
+    let text = std::str::from_utf8(&bytes).unwrap_or_default().trim();
+    text.parse().map_err(|_| CertError::File {
+        path: path.to_path_buf(),
+        reason: "it does not hold a number".to_string(),
+        mend: "remove it; the next life then counts from the clock".to_string(),
+    })
+}
