@@ -3,6 +3,7 @@
 //!
 //! This crate knows nothing of actors, sockets, or files other than model files.
 
+pub mod chat;
 pub mod describe;
 pub mod engine;
 pub mod error;
@@ -13,3 +14,5 @@ pub mod safetensors;
 pub mod sampler;
 pub mod sampling;
 pub mod spec;
+pub mod stop;
+pub mod tokenizer;

@@ -3,12 +3,14 @@
 //! Opening maps the weights and checks every header; it copies no tensor. What a model is called
 //! and where it comes from is not known here (see the root package's `models`).
 
+use crate::chat::ChatTemplate;
 use crate::describe::{from_config, from_gguf};
 use crate::error::LoadError;
 use crate::gguf::Gguf;
 use crate::map::{read_json, read_text};
 use crate::safetensors::{INDEX, SINGLE, SafeTensors};
 use crate::spec::ModelSpec;
+use crate::tokenizer::{self, Settings, Tokenizer};
 use dunlin_backend::HostTensor;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
@@ -16,6 +18,8 @@ use std::path::{Path, PathBuf};
 
 /// Largest JSON file read beside the weights (config, tokenizer settings).
 const MAX_JSON: u64 = 16 << 20;
+/// Largest `tokenizer.json`; that of a vocabulary of 262,144 tokens has 34 MB.
+const MAX_TOKENIZER: u64 = 256 << 20;
 /// Bytes of a tensor that [`ModelFiles::model_hash`] reads: all of it up to this many, else
 /// [`SAMPLES`] evenly spread pieces that add up to it.
 const SAMPLED_BYTES: usize = 64 << 10;
@@ -30,7 +34,7 @@ pub struct ModelFiles {
 }
 
 #[derive(Debug, Clone)]
-pub(crate) enum Weights {
+enum Weights {
     Gguf(Gguf),
     Folder { folder: PathBuf, config: Value, tensors: SafeTensors },
 }
@@ -164,9 +168,75 @@ impl ModelFiles {
         hex(&hash.finalize())
     }
 
-    pub(crate) fn weights(&self) -> &Weights {
-        &self.weights
+    /// Builds the model's tokenizer (tenths of a second for large vocabularies).
+    pub fn tokenizer(&self) -> Result<Tokenizer, LoadError> {
+        match &self.weights {
+            Weights::Gguf(file) => tokenizer::from_gguf(file),
+            Weights::Folder { folder, config, .. } => {
+                let path = folder.join("tokenizer.json");
+                let json = read_text(&path, MAX_TOKENIZER)?;
+                let part = |name| Ok(optional_json(folder, name)?.unwrap_or_default());
+                let settings = Settings {
+                    tokenizer: part("tokenizer_config.json")?,
+                    generation: part("generation_config.json")?,
+                    config: config.clone(),
+                };
+                tokenizer::from_json(&path, &json, &settings)
+            }
+        }
     }
+
+    /// The model's chat template, or the documented default where it has none.
+    pub fn chat_template(&self, tokenizer: &Tokenizer) -> Result<ChatTemplate, LoadError> {
+        let text_of = |id: Option<u32>| {
+            id.map(|id| String::from_utf8_lossy(tokenizer.id_to_bytes(id)).into_owned())
+                .unwrap_or_default()
+        };
+        let (own, eos) = match &self.weights {
+            Weights::Gguf(file) => {
+                let value = |key| file.metadata().get(key);
+                let eos = value("tokenizer.ggml.eos_token_id").and_then(|v| v.int());
+                let eos = eos.and_then(|id| u32::try_from(id).ok());
+                let own = value("tokenizer.chat_template").and_then(|v| v.str());
+                (own.map(str::to_owned), text_of(eos))
+            }
+            Weights::Folder { folder, .. } => {
+                let config = optional_json(folder, "tokenizer_config.json")?.unwrap_or_default();
+                (folder_template(folder, &config)?, token_text(config.get("eos_token")))
+            }
+        };
+        let bos = text_of(tokenizer.bos());
+        match own {
+            Some(source) => ChatTemplate::new(&source, &bos, &eos)
+                .map_err(|e| LoadError::config(&self.path, "chat_template", e.to_string())),
+            None => {
+                let has = |token: &str| tokenizer.token_to_id(token).is_some();
+                Ok(ChatTemplate::fallback(has, &bos, &eos))
+            }
+        }
+    }
+}
+
+/// `chat_template.jinja`, or the template (the one called `default`) in the settings.
+fn folder_template(folder: &Path, config: &Value) -> Result<Option<String>, LoadError> {
+    if let Some(text) = optional_text(folder, "chat_template.jinja")? {
+        return Ok(Some(text));
+    }
+    let own = match config.get("chat_template") {
+        Some(Value::String(text)) => Some(text.clone()),
+        Some(Value::Array(list)) => list
+            .iter()
+            .find(|t| t.get("name").and_then(Value::as_str) == Some("default"))
+            .and_then(|t| Some(t.get("template")?.as_str()?.to_owned())),
+        _ => None,
+    };
+    Ok(own)
+}
+
+/// The text of a token in `tokenizer_config.json`.
+fn token_text(value: Option<&Value>) -> String {
+    let text = value.and_then(|v| v.as_str().or_else(|| v.get("content")?.as_str()));
+    text.unwrap_or_default().to_owned()
 }
 
 /// Lower-case hexadecimal.
@@ -175,13 +245,13 @@ pub fn hex(bytes: &[u8]) -> String {
 }
 
 /// A JSON file of a model folder that may be absent.
-pub(crate) fn optional_json(folder: &Path, name: &str) -> Result<Option<Value>, LoadError> {
+fn optional_json(folder: &Path, name: &str) -> Result<Option<Value>, LoadError> {
     let path = folder.join(name);
     if path.exists() { read_json(&path, MAX_JSON).map(Some) } else { Ok(None) }
 }
 
 /// A text file of a model folder that may be absent.
-pub(crate) fn optional_text(folder: &Path, name: &str) -> Result<Option<String>, LoadError> {
+fn optional_text(folder: &Path, name: &str) -> Result<Option<String>, LoadError> {
     let path = folder.join(name);
     if path.exists() { read_text(&path, MAX_JSON).map(Some) } else { Ok(None) }
 }
