@@ -6,3 +6,4 @@
 pub mod kv;
 pub mod messages;
 pub mod router;
+pub mod telemetry;

@@ -19,6 +19,7 @@ mod peer;
 mod prng;
 mod session;
 pub mod supervise;
+pub mod telemetry;
 pub mod transport;
 
 pub use address::{Address, BadName, Incarnation, NodeName, Peer};
