@@ -91,7 +91,7 @@ impl SubBlock {
 pub fn sub_block(dtype: DType, block: &[u8], sub: usize) -> SubBlock {
     let offset = code_offset(dtype);
     let mut codes = [0u8; SUB_BLOCK];
-    let mut scale = [0.0f32; 2];
+    let scale;
     let mut min = -0.0f32;
     match dtype {
         DType::Q8_0 => {

@@ -1,0 +1,440 @@
+//! The [`Backend`] trait over this crate's kernels: checks shapes, splits rows among threads.
+
+use crate::activations::ActBlock;
+use crate::attention::{Attend, Run, Task};
+use crate::experts;
+use crate::kv::{CpuKv, Write};
+use crate::lanes::{Kernel, LANES, dispatch};
+use crate::linear::{Context, Product, linear};
+use crate::memory::{Buf, free_bytes, total_bytes};
+use crate::pool::Pool;
+use crate::rope::{Rotate, Tables};
+use crate::rowops::{Add, Gated, RmsNorm};
+use crate::tensor::{CpuTensor, same, shape};
+use crate::weight::CpuWeight;
+use crate::{CpuError, Path, attention, rope};
+use dunlin_backend::{
+    Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvSpec,
+    LinearPart, Part, Precision, Rope, SeqRows,
+};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// How to make a [`CpuBackend`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CpuOptions {
+    /// Threads that compute, the calling one included; at least 1.
+    pub threads: usize,
+    pub precision: Precision,
+    /// `None`: what the environment variable `DUNLIN_CPU` says, else the fastest there is.
+    pub path: Option<Path>,
+}
+
+impl Default for CpuOptions {
+    /// All processors, fast, fastest path.
+    fn default() -> Self {
+        Self {
+            threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
+            precision: Precision::Fast,
+            path: None,
+        }
+    }
+}
+
+/// A CPU as a device. Ops run at once, on the calling thread and the backend's own workers; calls
+/// from several threads take turns. Any number of backends may live in a process.
+pub struct CpuBackend {
+    path: Path,
+    precision: Precision,
+    threads: usize,
+    inner: Mutex<Inner>,
+}
+
+/// What one op at a time uses.
+struct Inner {
+    pool: Pool,
+    acts: Buf<ActBlock>,
+    ropes: Tables,
+    tasks: Vec<Task>,
+    experts: experts::Scratch,
+}
+
+/// Elements below which a row op stays on the calling thread.
+const INLINE_ELEMENTS: usize = 32_768;
+
+impl CpuBackend {
+    /// Starts the worker threads.
+    pub fn new(options: CpuOptions) -> Result<Self, CpuError> {
+        let path = Path::choose(options.path)?;
+        let pool = Pool::new(options.threads)?;
+        Ok(Self {
+            path,
+            precision: options.precision,
+            threads: options.threads,
+            inner: Mutex::new(Inner {
+                pool,
+                acts: Buf::empty(),
+                ropes: Tables::default(),
+                tasks: Vec::new(),
+                experts: experts::Scratch::default(),
+            }),
+        })
+    }
+
+    /// The instruction path in use.
+    pub fn path(&self) -> Path {
+        self.path
+    }
+
+    pub fn precision(&self) -> Precision {
+        self.precision
+    }
+
+    /// A panic in an op leaves only scratch behind, so a poisoned lock is as good as any.
+    fn inner(&self) -> MutexGuard<'_, Inner> {
+        self.inner.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Runs one kernel per row, on all threads where there is enough to do.
+    fn each_row<K: Kernel>(&self, rows: usize, cols: usize, kernel: impl Fn(usize) -> K + Sync) {
+        // SAFETY: the path was checked in `new`; the kernel touches its own row.
+        let one = |row: usize| unsafe { dispatch(self.path, kernel(row)) };
+        if rows * cols < INLINE_ELEMENTS {
+            (0..rows).for_each(one);
+            return;
+        }
+        let mut inner = self.inner();
+        let group = rows.div_ceil(4 * inner.pool.threads());
+        inner.pool.run(rows.div_ceil(group), &|task| {
+            (task * group..rows.min((task + 1) * group)).for_each(one);
+        });
+    }
+
+    fn norm(
+        &self,
+        x: Rows,
+        out: RowsMut,
+        weight: &CpuTensor,
+        eps: f32,
+        segment: usize,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "rms_norm";
+        same(OP, "columns of the weight", weight.cols, segment)?;
+        if weight.rows == 0 || segment == 0 || x.cols % segment != 0 {
+            return Err(shape(OP, format!("{} columns in segments of {segment}", x.cols)));
+        }
+        self.each_row(x.rows, x.cols, |row| RmsNorm {
+            x: x.at(row),
+            out: out.at(row),
+            weight: weight.row(0),
+            segments: x.cols / segment,
+            eps,
+        });
+        Ok(())
+    }
+}
+
+/// Rows that tasks read.
+#[derive(Clone, Copy)]
+struct Rows {
+    data: *const f32,
+    stride: usize,
+    rows: usize,
+    cols: usize,
+}
+
+/// Rows that tasks write, each its own.
+#[derive(Clone, Copy)]
+struct RowsMut {
+    data: *mut f32,
+    stride: usize,
+}
+
+// SAFETY: tasks only read.
+unsafe impl Sync for Rows {}
+// SAFETY: each task writes rows of its own.
+unsafe impl Sync for RowsMut {}
+
+impl Rows {
+    fn of(t: &CpuTensor) -> Self {
+        Self { data: t.data.as_ptr(), stride: t.stride, rows: t.rows, cols: t.cols }
+    }
+    fn at(&self, row: usize) -> *const f32 {
+        self.data.wrapping_add(row * self.stride)
+    }
+}
+
+impl RowsMut {
+    fn of(t: &mut CpuTensor) -> Self {
+        Self { data: t.data.as_mut_ptr(), stride: t.stride }
+    }
+    fn at(&self, row: usize) -> *mut f32 {
+        self.data.wrapping_add(row * self.stride)
+    }
+}
+
+impl Backend for CpuBackend {
+    type Tensor = CpuTensor;
+    type Weight = CpuWeight;
+    type Kv = CpuKv;
+
+    fn info(&self) -> DeviceInfo {
+        let threads = self.threads;
+        DeviceInfo {
+            id: "cpu".into(),
+            description: format!("{}, {} path, {threads} threads", processor(), self.path.name()),
+            total_bytes: total_bytes(),
+            free_bytes: free_bytes(),
+        }
+    }
+
+    fn weight(&self, t: &HostTensor, part: &Part) -> Result<CpuWeight, BackendError> {
+        CpuWeight::pack(t, part, &mut self.inner().pool)
+    }
+
+    fn weight_bytes(&self, w: &CpuWeight) -> u64 {
+        w.data.len() as u64
+    }
+
+    fn tensor(&self, capacity: usize, cols: usize) -> Result<CpuTensor, BackendError> {
+        CpuTensor::new(capacity, cols)
+    }
+
+    fn set_rows(&self, t: &mut CpuTensor, rows: usize) -> Result<(), BackendError> {
+        t.set_rows("set_rows", rows)
+    }
+
+    fn kv(&self, spec: &KvSpec) -> Result<CpuKv, BackendError> {
+        CpuKv::new(spec)
+    }
+
+    fn upload(&self, src: &[f32], dst: &mut CpuTensor) -> Result<(), BackendError> {
+        const OP: &str = "upload";
+        if dst.cols == 0 || src.len() % dst.cols != 0 {
+            return Err(shape(OP, format!("{} elements in rows of {}", src.len(), dst.cols)));
+        }
+        dst.set_rows(OP, src.len() / dst.cols)?;
+        for (i, row) in src.chunks_exact(dst.cols).enumerate() {
+            dst.row_mut(i).copy_from_slice(row);
+        }
+        Ok(())
+    }
+
+    fn download(&self, t: &CpuTensor, out: &mut Vec<f32>) -> Result<(), BackendError> {
+        out.clear();
+        out.reserve(t.rows * t.cols);
+        for i in 0..t.rows {
+            out.extend_from_slice(t.row(i));
+        }
+        Ok(())
+    }
+
+    fn embed(
+        &self,
+        table: &CpuWeight,
+        ids: &[u32],
+        scale: f32,
+        out: &mut CpuTensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "embed";
+        same(OP, "columns of out", out.cols, table.cols)?;
+        if let Some(id) = ids.iter().find(|id| **id as usize >= table.rows) {
+            return Err(shape(OP, format!("token {id} is not in a table of {} rows", table.rows)));
+        }
+        out.set_rows(OP, ids.len())?;
+        for (i, id) in ids.iter().enumerate() {
+            table.row_into(*id as usize, scale, out.row_mut(i));
+        }
+        Ok(())
+    }
+
+    fn rms_norm(
+        &self,
+        x: &CpuTensor,
+        weight: &CpuTensor,
+        eps: f32,
+        segment: usize,
+        out: &mut CpuTensor,
+    ) -> Result<(), BackendError> {
+        same("rms_norm", "columns of out", out.cols, x.cols)?;
+        out.set_rows("rms_norm", x.rows)?;
+        self.norm(Rows::of(x), RowsMut::of(out), weight, eps, segment)
+    }
+
+    fn rms_norm_inplace(
+        &self,
+        x: &mut CpuTensor,
+        weight: &CpuTensor,
+        eps: f32,
+        segment: usize,
+    ) -> Result<(), BackendError> {
+        let out = RowsMut::of(x);
+        self.norm(Rows { data: out.data, ..Rows::of(x) }, out, weight, eps, segment)
+    }
+
+    fn add(&self, x: &mut CpuTensor, delta: &CpuTensor) -> Result<(), BackendError> {
+        same("add", "rows of delta", delta.rows, x.rows)?;
+        same("add", "columns of delta", delta.cols, x.cols)?;
+        let (rows, cols, vectors) = (x.rows, x.cols, x.stride / LANES);
+        let (x, delta) = (RowsMut::of(x), Rows::of(delta));
+        self.each_row(rows, cols, |row| Add {
+            x: x.at(row),
+            delta: delta.at(row),
+            factor: 1.0,
+            vectors,
+        });
+        Ok(())
+    }
+
+    fn linear(
+        &self,
+        x: &CpuTensor,
+        parts: &mut [LinearPart<'_, Self>],
+    ) -> Result<(), BackendError> {
+        const OP: &str = "linear";
+        let mut quantised = false;
+        for p in parts.iter_mut() {
+            same(OP, "columns of the weight", p.weight.cols, x.cols)?;
+            same(OP, "columns of out", p.out.cols, p.weight.rows)?;
+            if let Some(bias) = p.bias {
+                same(OP, "columns of the bias", bias.cols, p.weight.rows)?;
+                same(OP, "rows of the bias", bias.rows, 1)?;
+            }
+            p.out.set_rows(OP, x.rows)?;
+            quantised |= !p.weight.layout.form.is_float();
+        }
+        let products =
+            parts.iter_mut().map(|p| Product { weight: p.weight, bias: p.bias, out: &mut *p.out });
+        let inner = &mut *self.inner();
+        linear(&mut self.context(&mut inner.pool, &mut inner.acts), x, quantised, products)
+    }
+
+    fn rope(&self, x: &mut CpuTensor, positions: &[u32], rope: &Rope) -> Result<(), BackendError> {
+        rope::check(x, positions, rope)?;
+        let mut inner = self.inner();
+        let table = inner.ropes.get(rope, positions);
+        for (i, position) in positions.iter().enumerate() {
+            let kernel =
+                Rotate { row: x.row_mut(i), factors: table.row(*position), style: rope.style };
+            // SAFETY: the path was checked; `rope::check` found whole heads.
+            unsafe { dispatch(self.path, kernel) };
+        }
+        Ok(())
+    }
+
+    fn kv_write(
+        &self,
+        kv: &mut CpuKv,
+        layer: usize,
+        k: &CpuTensor,
+        v: &CpuTensor,
+        seqs: &[SeqRows],
+    ) -> Result<(), BackendError> {
+        const OP: &str = "kv_write";
+        kv.check_width(OP, k)?;
+        kv.check_width(OP, v)?;
+        kv.check(OP, layer, k.rows.min(v.rows), seqs)?;
+        let heads = kv.spec.kv_heads;
+        let layout = kv.layout;
+        let layer = kv.data[layer * layout.layer..].as_mut_ptr();
+        let write = Write { k, v, seqs, layout, layer };
+        // SAFETY: the sequences were checked; each head is written by one task.
+        let head = |head: usize| unsafe { write.head(head) };
+        if k.rows * k.cols < INLINE_ELEMENTS {
+            (0..heads).for_each(head);
+        } else {
+            self.inner().pool.run(heads, &head);
+        }
+        Ok(())
+    }
+
+    fn attention(
+        &self,
+        q: &CpuTensor,
+        kv: &CpuKv,
+        layer: usize,
+        seqs: &[SeqRows],
+        params: &AttentionParams,
+        out: &mut CpuTensor,
+    ) -> Result<(), BackendError> {
+        attention::check(q, kv, params, out)?;
+        kv.check("attention", layer, q.rows, seqs)?;
+        out.set_rows("attention", q.rows)?;
+        let attend = Attend {
+            q,
+            layer: kv.data[layer * kv.layout.layer..].as_ptr(),
+            layout: kv.layout,
+            seqs,
+            params,
+            out: out.data.as_mut_ptr(),
+            out_stride: out.stride,
+        };
+        let Inner { pool, tasks, .. } = &mut *self.inner();
+        attention::plan(tasks, pool.threads(), seqs, params);
+        // SAFETY: path, shapes and sequences were checked; tasks are disjoint.
+        pool.run(tasks.len(), &|i| unsafe { dispatch(self.path, Run(attend, &tasks[i])) });
+        Ok(())
+    }
+
+    fn gated(
+        &self,
+        gate: &mut CpuTensor,
+        up: &CpuTensor,
+        activation: Activation,
+    ) -> Result<(), BackendError> {
+        same("gated", "rows of up", up.rows, gate.rows)?;
+        same("gated", "columns of up", up.cols, gate.cols)?;
+        let (rows, cols, vectors) = (gate.rows, gate.cols, gate.stride / LANES);
+        let (gate, up) = (RowsMut::of(gate), Rows::of(up));
+        self.each_row(rows, cols, |row| Gated {
+            gate: gate.at(row),
+            up: up.at(row),
+            activation,
+            vectors,
+        });
+        Ok(())
+    }
+
+    fn experts(
+        &self,
+        x: &CpuTensor,
+        router: &CpuTensor,
+        e: &Experts<'_, Self>,
+        out: &mut CpuTensor,
+    ) -> Result<(), BackendError> {
+        experts::check(x, router, e, out)?;
+        out.set_rows("experts", x.rows)?;
+        let inner = &mut *self.inner();
+        let mut cx = self.context(&mut inner.pool, &mut inner.acts);
+        experts::run(&mut cx, &mut inner.experts, x, router, e, out)
+    }
+
+    fn gather(&self, x: &CpuTensor, rows: &[u32], out: &mut CpuTensor) -> Result<(), BackendError> {
+        const OP: &str = "gather";
+        same(OP, "columns of out", out.cols, x.cols)?;
+        if let Some(row) = rows.iter().find(|r| **r as usize >= x.rows) {
+            return Err(shape(OP, format!("row {row} of {}", x.rows)));
+        }
+        out.set_rows(OP, rows.len())?;
+        for (i, row) in rows.iter().enumerate() {
+            out.row_mut(i).copy_from_slice(x.row(*row as usize));
+        }
+        Ok(())
+    }
+
+    fn kv_copy(&self, kv: &mut CpuKv, pairs: &[(u32, u32)]) -> Result<(), BackendError> {
+        kv.copy(pairs)
+    }
+}
+
+impl CpuBackend {
+    fn context<'a>(&self, pool: &'a mut Pool, acts: &'a mut Buf<ActBlock>) -> Context<'a> {
+        Context { path: self.path, precision: self.precision, pool, acts }
+    }
+}
+
+/// The processor's name, where the system tells it.
+fn processor() -> String {
+    let info = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let name = info.lines().find_map(|l| l.strip_prefix("model name")?.split_once(':'));
+    name.map_or(std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
