@@ -6,4 +6,5 @@
 pub mod kv;
 pub mod messages;
 pub mod router;
+pub mod scheduler;
 pub mod telemetry;

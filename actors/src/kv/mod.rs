@@ -9,7 +9,7 @@
 mod audit;
 mod core;
 mod events;
-mod key;
+pub mod key;
 #[cfg(test)]
 mod naive;
 mod pool;

@@ -1,0 +1,239 @@
+//! Single situations, most of them once a bug somewhere (design cases by number).
+
+use super::super::Output;
+use super::*;
+use dunlin_model::engine::Batch;
+
+fn setup(blocks: u32, step_tokens: usize, in_flight: usize) -> Setup {
+    Setup {
+        blocks,
+        block_tokens: 16,
+        key_bits: 128,
+        limits: Limits {
+            step_tokens,
+            max_running: 64,
+            in_flight,
+            step_target: None,
+            step_deadline: Duration::from_secs(10),
+            context_tokens: 4096,
+        },
+    }
+}
+
+fn work(length: usize, max_tokens: u32) -> Work {
+    Work {
+        request: RequestId(0),
+        attempt: Attempt(1),
+        tenant: "1".into(),
+        cache_salt: String::new(),
+        tokens: (0..length as u32).map(|i| i * 7 % 11).collect(),
+        prompt_len: length as u32,
+        sampling: SamplingParams::default(),
+        max_tokens,
+        min_tokens: 0,
+        stop_tokens: Vec::new(),
+        prompt_logprobs: None,
+        suspect: false,
+    }
+}
+
+fn batch(world: &World) -> &Batch {
+    &world.flying.back().unwrap().1
+}
+
+/// C38: what can never fit is refused at once, and blocks nobody.
+#[test]
+fn a_prompt_larger_than_the_pool_fails_and_the_next_is_served() {
+    let mut world = World::new(setup(64, 512, 1));
+    let (large, small) = (world.submit(work(2000, 10), 0), world.submit(work(10, 10), 0));
+    let code = FailureCode::NeverFits;
+    assert_eq!(world.clients[&large].end, Some(End::Failed(code.clone())));
+    world.drain();
+    assert_eq!(world.clients[&small].end, Some(End::Finished(FinishReason::Length)));
+    let refused = Box::new(work(2000, 10));
+    let input = Input::Submit { epoch: EPOCH, work: refused };
+    let message = match &world.scheduler.handle(&mut world.kv, world.now, input)[..] {
+        [Output::Event(SchedulerEvent::Failed { message, .. })] => message.clone(),
+        other => panic!("{other:?}"),
+    };
+    assert!(message.contains("2010") && message.contains("1024"), "{message}");
+}
+
+/// C70: after everything is aborted the gauges fall with no new request, within a tick.
+#[test]
+fn aborting_all_empties_the_gauges() {
+    let mut world = World::new(setup(64, 64, 2));
+    for _ in 0..106 {
+        world.submit(work(20, 50), 0);
+    }
+    for _ in 0..20 {
+        world.step_done(None);
+    }
+    world.input(Input::Tick);
+    assert!(world.load.as_ref().unwrap().running > 0);
+    for id in world.open() {
+        world.cancel(id);
+    }
+    while world.step_done(None) {}
+    world.input(Input::Tick);
+    let load = world.load.unwrap();
+    assert_eq!((load.running, load.waiting, load.kv_blocks_live), (0, 0, 0));
+}
+
+/// C30: a prompt longer than any window, four times, cold and warm.
+#[test]
+fn four_like_runs_give_the_same_tokens() {
+    let mut world = World::new(setup(128, 512, 2));
+    let mut outputs = Vec::new();
+    for _ in 0..4 {
+        let id = world.submit(work(1464, 20), 0);
+        world.drain();
+        outputs.push(world.clients[&id].got.clone());
+    }
+    assert!(outputs.iter().all(|output| *output == outputs[0] && output.len() == 20));
+    assert_eq!(world.scheduler.load(&world.kv).prefix_hits_total, 3 * 1456);
+}
+
+#[test]
+fn a_long_prompt_does_not_hold_up_who_decodes() {
+    let mut world = World::new(setup(128, 16, 1));
+    let decoding = world.submit(work(4, 100), 0);
+    world.step_done(None);
+    let long = world.submit(work(600, 1), 0);
+    let mut chunks = 0;
+    while world.clients[&long].end.is_none() {
+        world.step_done(None);
+        let has = |id: RequestId| batch(&world).seqs.iter().any(|seq| seq.request == id.0);
+        assert!(has(decoding), "every step carries the decoding sequence");
+        chunks += usize::from(has(long));
+    }
+    assert!(chunks >= 600 / 15);
+}
+
+#[test]
+fn micro_batches_share_the_decoding_sequences() {
+    let mut world = World::new(setup(64, 512, 2));
+    for i in 0..8 {
+        world.submit(work(4 + i, 50), 0);
+    }
+    for _ in 0..6 {
+        world.step_done(None);
+    }
+    let sizes: Vec<_> = world.flying.iter().map(|(_, batch)| batch.seqs.len()).collect();
+    assert_eq!(sizes, [4, 4]);
+}
+
+#[test]
+fn the_chunks_of_one_prompt_are_in_flight_together() {
+    let mut world = World::new(setup(64, 16, 3));
+    world.submit(work(40, 1), 0);
+    let chunks: Vec<_> = world.flying.iter().map(|(_, batch)| batch.tokens()).collect();
+    assert_eq!(chunks, [16, 16, 8]);
+}
+
+#[test]
+fn the_sampler_gets_history_and_forbidden_tokens_only_where_needed() {
+    let mut world = World::new(setup(64, 64, 1));
+    world.submit(work(4, 3), 0);
+    let spec = batch(&world).seqs[0].sample.clone().unwrap();
+    assert!(spec.prompt.is_empty() && spec.output.is_empty() && spec.forbidden.is_empty());
+    world.drain();
+    let mut wanting = work(4, 3);
+    wanting.sampling.frequency_penalty = 0.5;
+    wanting.min_tokens = 1;
+    wanting.stop_tokens = vec![99];
+    world.submit(wanting, 0);
+    let spec = batch(&world).seqs[0].sample.clone().unwrap();
+    assert_eq!((spec.prompt.len(), spec.output.len(), spec.forbidden), (4, 0, vec![99]));
+    world.step_done(None);
+    let spec = batch(&world).seqs[0].sample.clone().unwrap();
+    assert_eq!((spec.prompt.len(), spec.output.len(), spec.forbidden), (4, 1, vec![]));
+}
+
+#[test]
+fn a_suspect_runs_alone_until_it_has_moved() {
+    let mut world = World::new(setup(64, 16, 2));
+    world.submit(work(4, 50), 0);
+    world.step_done(None);
+    let suspect = world.submit(Work { suspect: true, ..work(40, 5) }, 0);
+    let mut alone = 0;
+    while world.clients[&suspect].got.is_empty() {
+        world.step_done(None);
+        let seqs = &batch(&world).seqs;
+        if seqs.len() == 1 && seqs[0].request == suspect.0 && world.flying.len() == 1 {
+            alone += 1;
+        }
+    }
+    assert_eq!(alone, 3);
+    assert!(world.flying.iter().any(|(_, b)| b.seqs.iter().any(|s| s.request != suspect.0)));
+    world.drain();
+}
+
+#[test]
+fn a_failed_step_names_its_requests_and_ends_planning() {
+    let mut world = World::new(setup(64, 64, 1));
+    let id = world.submit(work(4, 50), 0);
+    let failed = Input::StepFailed { epoch: EPOCH, step: 1, reason: "device lost".into() };
+    let out = world.scheduler.handle(&mut world.kv, world.now, failed);
+    let reason = "step 1: device lost".to_string();
+    assert_eq!(out[0], Output::Broken { reason, suspects: vec![id] });
+    let late = Input::StepDone { epoch: EPOCH, step: 1, sampled: vec![], micros: 0 };
+    assert!(world.scheduler.handle(&mut world.kv, world.now, late).iter().all(|output| {
+        !matches!(output, Output::Run { .. } | Output::Event(SchedulerEvent::Tokens { .. }))
+    }));
+}
+
+#[test]
+fn an_overdue_step_breaks_the_replica_once() {
+    let mut world = World::new(setup(64, 64, 1));
+    world.submit(work(4, 50), 0);
+    world.now += Duration::from_secs(9);
+    world.input(Input::Tick);
+    assert_eq!(world.broken, None);
+    world.now += Duration::from_secs(2);
+    world.input(Input::Tick);
+    let reason = world.broken.take().unwrap();
+    assert!(reason.contains("step 1 (1 sequences)"), "{reason}");
+    world.input(Input::Tick);
+    assert_eq!(world.broken, None);
+}
+
+#[test]
+fn an_answer_about_other_requests_breaks_the_replica() {
+    let mut world = World::new(setup(64, 64, 1));
+    world.submit(work(4, 50), 0);
+    world.flying.clear();
+    world.input(Input::StepDone { epoch: EPOCH, step: 1, sampled: vec![], micros: 0 });
+    let reason = world.broken.unwrap();
+    assert!(reason.contains("RequestId(1)"), "{reason}");
+}
+
+#[test]
+fn a_replay_of_what_was_complete_ends_at_once() {
+    let mut world = World::new(setup(64, 64, 1));
+    let all = work(4, 5);
+    let id = world.submit(all, 5);
+    assert_eq!(world.clients[&id].end, Some(End::Finished(FinishReason::Length)));
+    let mut stopping = work(4, 50);
+    stopping.stop_tokens = (0..fake::VOCAB).collect();
+    let id = world.submit(stopping, 1);
+    assert_eq!(world.clients[&id].end, Some(End::Finished(FinishReason::Stop)));
+    let id = world.submit(work(4, 0), 0);
+    assert_eq!(world.clients[&id].end, Some(End::Finished(FinishReason::Length)));
+    assert!(world.flying.is_empty());
+}
+
+#[test]
+fn a_busy_tenant_does_not_keep_a_new_one_waiting() {
+    let mut quick = setup(64, 64, 1);
+    quick.limits.max_running = 1;
+    let mut world = World::new(quick);
+    for _ in 0..20 {
+        world.submit(work(20, 10), 0);
+    }
+    let other = world.submit(Work { tenant: "2".into(), ..work(20, 10) }, 0);
+    while world.clients[&other].end.is_none() {
+        assert!(world.step_done(None));
+    }
+    assert!(world.seen.finished <= 3, "{} were served before it", world.seen.finished);
+}
