@@ -137,7 +137,7 @@ pub struct Experts<'a, B: Backend + ?Sized> {
 /// A device that can run the ops of a transformer. See the module's contract.
 pub trait Backend: Send + Sync + Sized + 'static {
     /// Float32 activations `[rows <= capacity, cols]`.
-    type Tensor: Send;
+    type Tensor: Send + Sync;
     /// An immutable matrix in device memory; shared by shards across restarts through `Arc`.
     type Weight: Send + Sync;
     /// One shard's KV store.

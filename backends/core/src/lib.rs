@@ -6,8 +6,10 @@
 mod backend;
 mod error;
 pub mod quant;
+mod reference;
 mod tensor;
 
 pub use backend::*;
 pub use error::BackendError;
+pub use reference::{Reference, ReferenceKv, ReferenceTensor, ReferenceWeight};
 pub use tensor::*;
