@@ -21,6 +21,8 @@ pub const MAX_TENSORS: u64 = 1 << 20;
 pub const MAX_DEPTH: u32 = 4;
 /// Longest key or tensor name in bytes (the format says 65,535 and 64).
 const MAX_NAME: u64 = 1024;
+/// No tensor is longer than this in any direction.
+const MAX_DIM: usize = 1 << 48;
 const MAX_ALIGNMENT: u64 = 1 << 16;
 const DEFAULT_ALIGNMENT: u64 = 32;
 
@@ -472,7 +474,7 @@ fn tensor_info(r: &mut Reader, alignment: u64) -> Result<(String, TensorInfo), L
     for _ in 0..rank {
         let dim = r.u64(&name)?;
         match usize::try_from(dim) {
-            Ok(d) if d > 0 => dims.push(d),
+            Ok(d) if (1..=MAX_DIM).contains(&d) => dims.push(d),
             _ => return Err(r.damaged(at, format!("tensor '{name}' has a dimension of {dim}"))),
         }
     }

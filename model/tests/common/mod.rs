@@ -1,6 +1,8 @@
 //! Where the tests find models.
 #![allow(dead_code)]
 
+pub mod gguf;
+
 use std::path::PathBuf;
 
 pub fn smollm2() -> PathBuf {
