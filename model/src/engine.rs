@@ -104,6 +104,8 @@ pub enum StageOutput {
 /// Collective operations among the tensor-parallel ranks of one stage. Every rank calls the same
 /// operations in the same order; sums are taken in rank order, so all ranks hold the same bits.
 pub trait Collective {
+    /// Ranks in the group.
+    fn size(&self) -> usize;
     fn all_reduce(&mut self, values: &mut [f32]) -> Result<(), CollectiveError>;
     /// Concatenates each rank's `[rows, cols_r]` along columns, on every rank.
     fn all_gather(&mut self, rows: usize, values: &[f32]) -> Result<Vec<f32>, CollectiveError>;
@@ -121,6 +123,9 @@ pub struct CollectiveError {
 pub struct Alone;
 
 impl Collective for Alone {
+    fn size(&self) -> usize {
+        1
+    }
     fn all_reduce(&mut self, _: &mut [f32]) -> Result<(), CollectiveError> {
         Ok(())
     }

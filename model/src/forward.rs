@@ -1,0 +1,283 @@
+//! The forward pass: one for every model family and every backend.
+//!
+//! Read it top to bottom: [`embed`], then [`layers`] (attention, feed-forward), then [`logits`].
+//! Activations live in a [`Workspace`] made once; rows are the tokens of a step, sequences side by
+//! side. Nothing here knows which device computes, where weights came from, or who asked.
+
+use crate::engine::{Collective, EngineError};
+use crate::spec::ModelSpec;
+use crate::stage::{FfnWeights, LayerWeights, StageWeights};
+use dunlin_backend::{AttentionParams, Backend, BackendError, Experts, LinearPart, SeqRows};
+
+/// Most bytes of logits computed at once.
+const LOGITS_BYTES: usize = 16 << 20;
+
+/// Activations of one shard. Capacity is the most tokens of a step.
+pub struct Workspace<B: Backend> {
+    /// The residual stream, `[tokens, hidden]`.
+    pub x: B::Tensor,
+    normed: B::Tensor,
+    q: B::Tensor,
+    k: B::Tensor,
+    v: B::Tensor,
+    attended: B::Tensor,
+    /// What a sub-block adds to the residual stream.
+    delta: B::Tensor,
+    gate: B::Tensor,
+    up: B::Tensor,
+    router: B::Tensor,
+    /// Rows that need logits, a few at a time.
+    picked: B::Tensor,
+    picked_normed: B::Tensor,
+    logits: B::Tensor,
+    logit_rows: usize,
+    host: Vec<f32>,
+}
+
+impl<B: Backend> Workspace<B> {
+    pub fn new(
+        backend: &B,
+        weights: &StageWeights<B>,
+        tokens: usize,
+    ) -> Result<Self, BackendError> {
+        let (spec, split) = (&weights.spec, &weights.split);
+        let dim = spec.head_dim;
+        let make = |cols| backend.tensor(tokens, cols);
+        let logit_rows = (LOGITS_BYTES / (split.vocab.len().max(1) * 4)).clamp(1, 64).min(tokens);
+        let last = weights.output_norm.is_some();
+        let head = |cols| backend.tensor(if last { logit_rows } else { 1 }, cols);
+        Ok(Self {
+            x: make(spec.hidden)?,
+            normed: make(spec.hidden)?,
+            q: make(split.heads.len() * dim)?,
+            k: make(split.kv_heads.len() * dim)?,
+            v: make(split.kv_heads.len() * dim)?,
+            attended: make(split.heads.len() * dim)?,
+            delta: make(spec.hidden)?,
+            gate: make(split.ffn.len())?,
+            up: make(split.ffn.len())?,
+            router: make(spec.moe.as_ref().map_or(1, |m| m.experts))?,
+            picked: head(spec.hidden)?,
+            picked_normed: head(spec.hidden)?,
+            logits: head(if last { split.vocab.len() } else { 1 })?,
+            logit_rows,
+            host: Vec::new(),
+        })
+    }
+
+    /// Sets how many rows the coming step uses.
+    pub fn begin(&mut self, backend: &B, tokens: usize) -> Result<(), BackendError> {
+        let all = [
+            &mut self.x,
+            &mut self.normed,
+            &mut self.q,
+            &mut self.k,
+            &mut self.v,
+            &mut self.attended,
+            &mut self.delta,
+            &mut self.gate,
+            &mut self.up,
+            &mut self.router,
+        ];
+        all.into_iter().try_for_each(|t| backend.set_rows(t, tokens))
+    }
+
+    /// Device bytes of a workspace for these sizes, roughly.
+    pub fn bytes(spec: &ModelSpec, tokens: usize) -> u64 {
+        let ffn = spec.moe.as_ref().map_or(spec.ffn, |m| m.ffn);
+        let width = 4 * spec.hidden + 4 * spec.heads * spec.head_dim + 2 * ffn;
+        (tokens * width * 4 + LOGITS_BYTES) as u64
+    }
+}
+
+/// Where the rows of a step belong.
+pub struct Rows<'a> {
+    pub seqs: &'a [SeqRows],
+    /// Absolute position of every row.
+    pub positions: &'a [u32],
+}
+
+/// Token embeddings into the residual stream.
+pub fn embed<B: Backend>(
+    backend: &B,
+    weights: &StageWeights<B>,
+    ids: &[u32],
+    ws: &mut Workspace<B>,
+) -> Result<(), EngineError> {
+    let Some(table) = &weights.embedding else {
+        return Err(EngineError::BadBatch("this stage has no embedding and got no input".into()));
+    };
+    Ok(backend.embed(table, ids, weights.spec.embed_scale, &mut ws.x)?)
+}
+
+/// All layers of the stage, in place on the residual stream.
+pub fn layers<B: Backend>(
+    backend: &B,
+    weights: &StageWeights<B>,
+    rows: &Rows<'_>,
+    kv: &mut B::Kv,
+    group: &mut dyn Collective,
+    ws: &mut Workspace<B>,
+) -> Result<(), EngineError> {
+    for (index, layer) in weights.layers.iter().enumerate() {
+        attention(backend, weights, layer, index, rows, kv, group, ws)?;
+        feed_forward(backend, weights, layer, group, ws)?;
+    }
+    Ok(())
+}
+
+/// `x += post_norm(out(attend(rope(qkv(norm(x))))))`
+#[allow(clippy::too_many_arguments)]
+fn attention<B: Backend>(
+    backend: &B,
+    weights: &StageWeights<B>,
+    layer: &LayerWeights<B>,
+    index: usize,
+    rows: &Rows<'_>,
+    kv: &mut B::Kv,
+    group: &mut dyn Collective,
+    ws: &mut Workspace<B>,
+) -> Result<(), EngineError> {
+    let spec = &weights.spec;
+    let bias = |i: usize| layer.qkv_bias.as_ref().map(|b| &b[i]);
+    backend.rms_norm(&ws.x, &layer.attn_norm, spec.rms_eps, spec.hidden, &mut ws.normed)?;
+    backend.linear(
+        &ws.normed,
+        &mut [
+            LinearPart { weight: &layer.q, bias: bias(0), out: &mut ws.q },
+            LinearPart { weight: &layer.k, bias: bias(1), out: &mut ws.k },
+            LinearPart { weight: &layer.v, bias: bias(2), out: &mut ws.v },
+        ],
+    )?;
+    if let Some([q_norm, k_norm]) = &layer.qk_norm {
+        backend.rms_norm_inplace(&mut ws.q, q_norm, spec.rms_eps, spec.head_dim)?;
+        backend.rms_norm_inplace(&mut ws.k, k_norm, spec.rms_eps, spec.head_dim)?;
+    }
+    let rope = if layer.local { &weights.rope_local } else { &weights.rope };
+    backend.rope(&mut ws.q, rows.positions, rope)?;
+    backend.rope(&mut ws.k, rows.positions, rope)?;
+    backend.kv_write(kv, index, &ws.k, &ws.v, rows.seqs)?;
+    let params = attention_params(weights, layer.local);
+    backend.attention(&ws.q, kv, index, rows.seqs, &params, &mut ws.attended)?;
+    let mut out = [LinearPart { weight: &layer.attn_out, bias: None, out: &mut ws.delta }];
+    backend.linear(&ws.attended, &mut out)?;
+    add_delta(backend, layer.post_attn_norm.as_ref(), spec, group, ws)
+}
+
+/// `x += post_norm(down(activation(gate(h)) * up(h)))` with `h = norm(x)`, dense or a mixture.
+fn feed_forward<B: Backend>(
+    backend: &B,
+    weights: &StageWeights<B>,
+    layer: &LayerWeights<B>,
+    group: &mut dyn Collective,
+    ws: &mut Workspace<B>,
+) -> Result<(), EngineError> {
+    let spec = &weights.spec;
+    backend.rms_norm(&ws.x, &layer.ffn_norm, spec.rms_eps, spec.hidden, &mut ws.normed)?;
+    match &layer.ffn {
+        FfnWeights::Dense { gate, up, down } => {
+            backend.linear(
+                &ws.normed,
+                &mut [
+                    LinearPart { weight: gate, bias: None, out: &mut ws.gate },
+                    LinearPart { weight: up, bias: None, out: &mut ws.up },
+                ],
+            )?;
+            backend.gated(&mut ws.gate, &ws.up, spec.activation)?;
+            let mut out = [LinearPart { weight: down, bias: None, out: &mut ws.delta }];
+            backend.linear(&ws.gate, &mut out)?;
+        }
+        FfnWeights::Mixture { router, gate, up, down } => {
+            let moe = spec.moe.as_ref().ok_or_else(|| no_moe(spec))?;
+            let mut out = [LinearPart { weight: router, bias: None, out: &mut ws.router }];
+            backend.linear(&ws.normed, &mut out)?;
+            let experts = Experts {
+                gate,
+                up,
+                down,
+                top_k: moe.top_k,
+                normalise: moe.normalise,
+                activation: spec.activation,
+            };
+            backend.experts(&ws.normed, &ws.router, &experts, &mut ws.delta)?;
+        }
+    }
+    add_delta(backend, layer.post_ffn_norm.as_ref(), spec, group, ws)
+}
+
+/// Sums the ranks' shares of a sub-block, norms the sum where the family does, and adds it.
+fn add_delta<B: Backend>(
+    backend: &B,
+    post_norm: Option<&B::Tensor>,
+    spec: &ModelSpec,
+    group: &mut dyn Collective,
+    ws: &mut Workspace<B>,
+) -> Result<(), EngineError> {
+    if group.size() > 1 {
+        backend.download(&ws.delta, &mut ws.host)?;
+        group.all_reduce(&mut ws.host)?;
+        backend.upload(&ws.host, &mut ws.delta)?;
+    }
+    if let Some(norm) = post_norm {
+        backend.rms_norm_inplace(&mut ws.delta, norm, spec.rms_eps, spec.hidden)?;
+    }
+    Ok(backend.add(&mut ws.x, &ws.delta)?)
+}
+
+/// Final norm and head over the picked rows, a few at a time. `each` gets the index into `picked`
+/// and that row's logits over the whole vocabulary, on every rank.
+pub fn logits<B: Backend>(
+    backend: &B,
+    weights: &StageWeights<B>,
+    picked: &[u32],
+    group: &mut dyn Collective,
+    ws: &mut Workspace<B>,
+    mut each: impl FnMut(usize, &mut [f32]),
+) -> Result<(), EngineError> {
+    let spec = &weights.spec;
+    let head = weights.head.as_ref().or(weights.embedding.as_ref());
+    let (Some(norm), Some(head)) = (&weights.output_norm, head) else {
+        return Err(EngineError::BadBatch("this stage has no head".into()));
+    };
+    for (chunk_index, chunk) in picked.chunks(ws.logit_rows).enumerate() {
+        for tensor in [&mut ws.picked, &mut ws.picked_normed, &mut ws.logits] {
+            backend.set_rows(tensor, chunk.len())?;
+        }
+        backend.gather(&ws.x, chunk, &mut ws.picked)?;
+        backend.rms_norm(&ws.picked, norm, spec.rms_eps, spec.hidden, &mut ws.picked_normed)?;
+        let mut out = [LinearPart { weight: head, bias: None, out: &mut ws.logits }];
+        backend.linear(&ws.picked_normed, &mut out)?;
+        backend.download(&ws.logits, &mut ws.host)?;
+        if group.size() > 1 {
+            ws.host = group.all_gather(chunk.len(), &ws.host)?;
+        }
+        for (i, row) in ws.host.chunks_exact_mut(spec.vocab).enumerate() {
+            if let Some(cap) = spec.final_softcap {
+                row.iter_mut().for_each(|v| *v = cap * libm::tanhf(*v / cap));
+            }
+            each(chunk_index * ws.logit_rows + i, row);
+        }
+    }
+    Ok(())
+}
+
+fn attention_params<B: Backend>(weights: &StageWeights<B>, local: bool) -> AttentionParams {
+    let (spec, split) = (&weights.spec, &weights.split);
+    let group = spec.heads / spec.kv_heads;
+    AttentionParams {
+        heads: split.heads.len(),
+        kv_heads: split.kv_heads.len(),
+        head_dim: spec.head_dim,
+        scale: spec.attention_scale,
+        window: if local { spec.window } else { None },
+        softcap: spec.attention_softcap,
+        kv_head_of: (0..split.heads.len()).map(|head| head / group).collect(),
+    }
+}
+
+fn no_moe(spec: &ModelSpec) -> EngineError {
+    EngineError::BadBatch(format!(
+        "{:?} has experts but no mixture in its description",
+        spec.family
+    ))
+}

@@ -1,0 +1,297 @@
+//! The hash engine: a stand-in for a transformer that costs microseconds and forgives nothing.
+//!
+//! A KV entry is a hash of (layer, head, position, input, entry before it); a layer's output is a
+//! hash over *all* entries up to the position, read through the block table; the next token is a
+//! hash of the last layer's output. So any lost, stale, swapped or foreign block changes the text
+//! at once, and the text is the same whatever the batch, the chunks, the stages or the ranks.
+//!
+//! A chunk reads the entries before it once and its own as it writes them, so its cost is
+//! proportional to context plus chunk. Sampling parameters beyond temperature, seed and forbidden
+//! tokens have no meaning here and are ignored.
+
+use crate::engine::{
+    Batch, BatchSeq, Collective, Engine, EngineError, SampleFailure, Sampled, StageOutput,
+    StageSpec,
+};
+use crate::sampling::TokenLogprob;
+use serde::{Deserialize, Serialize};
+use std::time::Duration;
+
+/// Values per token between stages: a 64-bit state in four 16-bit limbs, each exact in float32.
+const LIMBS: usize = 4;
+
+/// Shape of the pretended model.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct HashSpec {
+    pub vocab: u32,
+    pub layers: usize,
+    pub context: usize,
+    /// Most tensor ranks that it can be split over.
+    pub heads: usize,
+    /// Draw `eos` about once in so many tokens.
+    pub eos: Option<(u32, u32)>,
+    /// Time that a step takes beyond the hashing: per step, and per token.
+    pub step_cost: Duration,
+    pub token_cost: Duration,
+}
+
+impl Default for HashSpec {
+    fn default() -> Self {
+        Self {
+            vocab: 4096,
+            layers: 6,
+            context: 8192,
+            heads: 1,
+            eos: None,
+            step_cost: Duration::ZERO,
+            token_cost: Duration::ZERO,
+        }
+    }
+}
+
+/// One stage of the pretended model.
+pub struct HashEngine {
+    spec: HashSpec,
+    stage: StageSpec,
+    heads: std::ops::Range<usize>,
+    /// `[layer][block][slot][head]`, local layers and heads.
+    entries: Vec<u64>,
+}
+
+impl HashEngine {
+    pub fn new(spec: HashSpec, stage: StageSpec) -> Result<Self, EngineError> {
+        if stage.ranks == 0 || stage.ranks > spec.heads || stage.rank >= stage.ranks {
+            let (heads, rank, ranks) = (spec.heads, stage.rank, stage.ranks);
+            return Err(EngineError::BadBatch(format!(
+                "rank {rank} of {ranks} for a hash model of {heads} heads"
+            )));
+        }
+        let cut = |rank: usize| spec.heads * rank / stage.ranks;
+        let heads = cut(stage.rank)..cut(stage.rank + 1);
+        let slots = stage.kv_blocks * stage.block_tokens;
+        let entries = vec![0; stage.layers.len() * slots * heads.len()];
+        Ok(Self { spec, stage, heads, entries })
+    }
+
+    /// Bytes of one KV block of a stage.
+    pub fn kv_block_bytes(spec: &HashSpec, stage: &StageSpec) -> u64 {
+        (stage.layers.len() * stage.block_tokens * spec.heads * size_of::<u64>()) as u64
+    }
+}
+
+impl Engine for HashEngine {
+    fn stage(&self) -> &StageSpec {
+        &self.stage
+    }
+
+    fn hidden(&self) -> usize {
+        LIMBS
+    }
+
+    fn step(
+        &mut self,
+        batch: &Batch,
+        input: Option<&[f32]>,
+        group: &mut dyn Collective,
+    ) -> Result<StageOutput, EngineError> {
+        self.check(batch, input)?;
+        let tokens = batch.tokens();
+        let pause = self.spec.step_cost + self.spec.token_cost * tokens as u32;
+        if !pause.is_zero() {
+            std::thread::sleep(pause);
+        }
+        for (from, to) in &batch.copies {
+            self.copy(*from as usize, *to as usize);
+        }
+        let mut states: Vec<u64> = match input {
+            Some(values) => values.chunks_exact(LIMBS).map(from_limbs).collect(),
+            None => {
+                let ids = batch.seqs.iter().flat_map(|s| s.tokens.iter());
+                ids.map(|id| mix(u64::from(*id) + 1)).collect()
+            }
+        };
+        for layer in 0..self.stage.layers.len() {
+            let mut begin = 0;
+            for seq in &batch.seqs {
+                let end = begin + seq.tokens.len();
+                self.run_layer(layer, seq, &mut states[begin..end]);
+                begin = end;
+            }
+            if group.size() > 1 {
+                // Sums of 16-bit limbs stay exact in float32, so ranks add up without loss.
+                let mut limbs: Vec<f32> = states.iter().flat_map(|s| to_limbs(*s)).collect();
+                group.all_reduce(&mut limbs)?;
+                states = limbs.chunks_exact(LIMBS).map(from_limbs).collect();
+            }
+            states.iter_mut().for_each(|s| *s = mix(*s));
+        }
+        if !self.stage.last {
+            return Ok(StageOutput::Hidden(states.iter().flat_map(|s| to_limbs(*s)).collect()));
+        }
+        let mut begin = 0;
+        let mut drawn = Vec::new();
+        for seq in &batch.seqs {
+            let end = begin + seq.tokens.len();
+            drawn.extend(self.draw(seq, &states[begin..end]));
+            begin = end;
+        }
+        Ok(StageOutput::Sampled(drawn))
+    }
+}
+
+impl HashEngine {
+    fn check(&self, batch: &Batch, input: Option<&[f32]>) -> Result<(), EngineError> {
+        let bad = |what: String| Err(EngineError::BadBatch(what));
+        let tokens = batch.tokens();
+        if tokens == 0 || tokens > self.stage.max_tokens {
+            return bad(format!("{tokens} tokens, the stage takes 1 to {}", self.stage.max_tokens));
+        }
+        if input.is_none() != self.stage.first {
+            return bad("activations where none belong, or none where they do".into());
+        }
+        if input.is_some_and(|values| values.len() != tokens * LIMBS) {
+            return bad("activations of the wrong size".into());
+        }
+        let blocks = self.stage.kv_blocks as u32;
+        if batch.copies.iter().any(|(from, to)| *from >= blocks || *to >= blocks) {
+            return bad(format!("a block copy outside 0..{blocks}"));
+        }
+        for seq in &batch.seqs {
+            let end = seq.position as usize + seq.tokens.len();
+            if seq.tokens.is_empty()
+                || end > seq.blocks.len() * self.stage.block_tokens
+                || end > self.spec.context
+                || seq.blocks.iter().any(|b| *b >= blocks)
+                || seq.tokens.iter().any(|t| *t >= self.spec.vocab)
+            {
+                return bad(format!("request {}: tokens or blocks out of range", seq.request));
+            }
+        }
+        Ok(())
+    }
+
+    /// Replaces each token's input by the sum over all entries up to it (this rank's heads).
+    fn run_layer(&mut self, layer: usize, seq: &BatchSeq, states: &mut [u64]) {
+        let begin = seq.position as usize;
+        let global = (self.stage.layers.start + layer) as u64;
+        let mut sum = 0u64;
+        for position in 0..begin {
+            let slot = self.slot(layer, seq, position);
+            sum = self.entries[slot..slot + self.heads.len()]
+                .iter()
+                .fold(sum, |sum, entry| sum.wrapping_add(read(*entry, position)));
+        }
+        for (offset, state) in states.iter_mut().enumerate() {
+            let position = begin + offset;
+            let slot = self.slot(layer, seq, position);
+            for (i, head) in self.heads.clone().enumerate() {
+                let before = match position {
+                    0 => 0,
+                    _ => self.entries[self.slot(layer, seq, position - 1) + i],
+                };
+                let place = mix(global << 32 ^ (head as u64) << 48 ^ position as u64);
+                let entry = mix(place ^ mix(*state) ^ before.rotate_left(17));
+                self.entries[slot + i] = entry;
+                sum = sum.wrapping_add(read(entry, position));
+            }
+            *state = sum;
+        }
+    }
+
+    fn slot(&self, layer: usize, seq: &BatchSeq, position: usize) -> usize {
+        let size = self.stage.block_tokens;
+        let block = seq.blocks[position / size] as usize;
+        let slots = self.stage.kv_blocks * size;
+        (layer * slots + block * size + position % size) * self.heads.len()
+    }
+
+    fn copy(&mut self, from: usize, to: usize) {
+        let width = self.stage.block_tokens * self.heads.len();
+        let layer_width = self.stage.kv_blocks * width;
+        for layer in 0..self.stage.layers.len() {
+            let base = layer * layer_width;
+            let source = base + from * width;
+            self.entries.copy_within(source..source + width, base + to * width);
+        }
+    }
+
+    fn draw(&self, seq: &BatchSeq, states: &[u64]) -> Option<Sampled> {
+        if seq.sample.is_none() && seq.prompt_logprobs.is_none() {
+            return None;
+        }
+        let mut sampled = Sampled {
+            request: seq.request,
+            token: Err(SampleFailure::NotAsked),
+            logprob: None,
+            prompt_logprobs: Vec::new(),
+        };
+        if let Some(ask) = &seq.prompt_logprobs {
+            let next = |i: usize| seq.tokens.get(i + 1).copied().or(ask.next);
+            let known = states.iter().enumerate().filter(|(i, _)| next(*i).is_some());
+            sampled.prompt_logprobs = known.map(|(_, s)| self.logprob(*s, ask.top)).collect();
+        }
+        if let (Some(ask), Some(state)) = (&seq.sample, states.last()) {
+            let position = u64::from(seq.position) + seq.tokens.len() as u64;
+            let drawn = match ask.params.temperature > 0.0 {
+                true => mix(*state ^ mix(ask.params.seed) ^ mix(position).rotate_left(9)),
+                false => *state,
+            };
+            sampled.token = Ok(self.token(drawn, &ask.forbidden));
+            sampled.logprob = ask.params.logprobs.map(|top| self.logprob(drawn, top));
+        }
+        Some(sampled)
+    }
+
+    fn token(&self, drawn: u64, forbidden: &[u32]) -> u32 {
+        let vocab = self.spec.vocab.max(1);
+        let mut token = (mix(drawn) % u64::from(vocab)) as u32;
+        match self.spec.eos {
+            Some((eos, every)) if drawn % u64::from(every.max(1)) == 0 => token = eos % vocab,
+            // Otherwise never by accident, so that lengths are what was asked for.
+            Some((eos, _)) if token == eos => token = (token + 1) % vocab,
+            _ => {}
+        }
+        while forbidden.contains(&token) && forbidden.len() < vocab as usize {
+            token = (token + 1) % vocab;
+        }
+        token
+    }
+
+    /// A stable number in place of a probability.
+    fn logprob(&self, drawn: u64, top: u32) -> TokenLogprob {
+        let logprob = -((drawn % 512) as f32) / 128.0;
+        let vocab = u64::from(self.spec.vocab.max(1));
+        let alternative = |i: u32| {
+            let token = (mix(drawn ^ u64::from(i)) % vocab) as u32;
+            (token, logprob - i as f32)
+        };
+        TokenLogprob { logprob, top: (0..top).map(alternative).collect() }
+    }
+}
+
+fn read(entry: u64, position: usize) -> u64 {
+    mix(entry ^ (position as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
+}
+
+/// The finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+fn mix(z: u64) -> u64 {
+    let z = z.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+fn to_limbs(state: u64) -> [f32; LIMBS] {
+    std::array::from_fn(|i| ((state >> (16 * i)) & 0xffff) as f32)
+}
+
+fn from_limbs(limbs: &[f32]) -> u64 {
+    limbs.iter().enumerate().fold(0u64, |sum, (i, v)| {
+        // A sum over ranks may exceed 16 bits; the carry goes into the next limb.
+        sum.wrapping_add((*v as u64) << (16 * i))
+    })
+}
+
+#[cfg(test)]
+#[path = "hash_engine_tests.rs"]
+mod tests;

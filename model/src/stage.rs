@@ -1,0 +1,331 @@
+//! The weights of one stage (and tensor rank) on a device, and how much room they take.
+
+use crate::engine::StageSpec;
+use crate::error::LoadError;
+use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
+use crate::split::{RankSplit, SplitError, plan_split};
+use crate::weights::{WeightId, WeightSource, has_weight, norms_lack_one, weight};
+use dunlin_backend::{Backend, BackendError, HostTensor, Part, Rope, quant};
+use std::sync::Arc;
+
+/// Everything immutable that a shard computes with; shared by its lives.
+pub struct StageWeights<B: Backend> {
+    pub spec: ModelSpec,
+    pub split: RankSplit,
+    /// On the first stage.
+    pub embedding: Option<B::Weight>,
+    pub layers: Vec<LayerWeights<B>>,
+    /// On the last stage.
+    pub output_norm: Option<B::Tensor>,
+    /// On the last stage, unless it is the first one too and the head is tied.
+    pub head: Option<B::Weight>,
+    pub rope: Rope,
+    pub rope_local: Rope,
+}
+
+/// One transformer block.
+pub struct LayerWeights<B: Backend> {
+    pub local: bool,
+    pub attn_norm: B::Tensor,
+    pub q: B::Weight,
+    pub k: B::Weight,
+    pub v: B::Weight,
+    pub qkv_bias: Option<[B::Tensor; 3]>,
+    /// q, then k.
+    pub qk_norm: Option<[B::Tensor; 2]>,
+    pub attn_out: B::Weight,
+    pub post_attn_norm: Option<B::Tensor>,
+    pub ffn_norm: B::Tensor,
+    pub ffn: FfnWeights<B>,
+    pub post_ffn_norm: Option<B::Tensor>,
+}
+
+pub enum FfnWeights<B: Backend> {
+    Dense { gate: B::Weight, up: B::Weight, down: B::Weight },
+    Mixture { router: B::Weight, gate: Vec<B::Weight>, up: Vec<B::Weight>, down: Vec<B::Weight> },
+}
+
+/// Why a stage could not be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum StageError {
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    #[error(transparent)]
+    Backend(#[from] BackendError),
+    #[error("tensor parallelism: {0}")]
+    Split(#[from] SplitError),
+    #[error(
+        "the stage wants layers {begin}..{end} and rank {rank} of {ranks}; the model has {have} layers"
+    )]
+    Stage { begin: usize, end: usize, rank: usize, ranks: usize, have: usize },
+    #[error(
+        "tensor '{name}' is [{rows}, {cols}], the model's shape asks for [{want_rows}, {want_cols}]"
+    )]
+    Shape { name: String, rows: usize, cols: usize, want_rows: usize, want_cols: usize },
+}
+
+impl<B: Backend> StageWeights<B> {
+    /// Reads and uploads the stage's part of the model.
+    pub fn load(
+        backend: &B,
+        source: &dyn WeightSource,
+        stage: &StageSpec,
+    ) -> Result<Self, StageError> {
+        let spec = source.spec().clone();
+        let (begin, end, have) = (stage.layers.start, stage.layers.end, spec.layers);
+        if begin > end || end > have || stage.rank >= stage.ranks {
+            let (rank, ranks) = (stage.rank, stage.ranks);
+            return Err(StageError::Stage { begin, end, rank, ranks, have });
+        }
+        let split = plan_split(&spec, stage.ranks)?.swap_remove(stage.rank);
+        let loader = Loader { backend, source, spec: &spec, split: &split };
+        let tied = spec.tied_head || !has_weight(source, WeightId::Output);
+        let shares_embedding = tied && stage.first && stage.ranks == 1;
+        let (vocab, hidden) = (spec.vocab, spec.hidden);
+        let embedding = match stage.first {
+            true => Some(loader.matrix(WeightId::TokenEmbedding, vocab, hidden, 0..vocab, None)?),
+            false => None,
+        };
+        let head = match stage.last && !shares_embedding {
+            true => {
+                let id = if tied { WeightId::TokenEmbedding } else { WeightId::Output };
+                Some(loader.matrix(id, vocab, hidden, split.vocab.clone(), None)?)
+            }
+            false => None,
+        };
+        let output_norm = match stage.last {
+            true => Some(loader.norm(WeightId::OutputNorm, hidden)?),
+            false => None,
+        };
+        let layers = stage.layers.clone().map(|l| loader.layer(l)).collect::<Result<_, _>>()?;
+        let rope = expand_rope(&spec.rope, spec.head_dim);
+        let rope_local =
+            spec.rope_local.as_ref().map_or(rope.clone(), |r| expand_rope(r, spec.head_dim));
+        Ok(Self { split, embedding, layers, output_norm, head, rope, rope_local, spec })
+    }
+
+    /// Device bytes of the matrices (norms are small).
+    pub fn bytes(&self, backend: &B) -> u64 {
+        let size = |w: &B::Weight| backend.weight_bytes(w);
+        let layers = self.layers.iter().map(|l| {
+            let ffn = match &l.ffn {
+                FfnWeights::Dense { gate, up, down } => size(gate) + size(up) + size(down),
+                FfnWeights::Mixture { router, gate, up, down } => {
+                    size(router) + gate.iter().chain(up).chain(down).map(size).sum::<u64>()
+                }
+            };
+            size(&l.q) + size(&l.k) + size(&l.v) + size(&l.attn_out) + ffn
+        });
+        layers.sum::<u64>() + self.embedding.iter().chain(&self.head).map(size).sum::<u64>()
+    }
+}
+
+/// Bytes of the stage's part in the file's own form: what loading it needs on a device that keeps
+/// weights as they are.
+pub fn stage_bytes(source: &dyn WeightSource, stage: &StageSpec) -> u64 {
+    let spec = source.spec();
+    let size = |id| weight(source, id).map_or(0, |t| t.data.len() as u64);
+    let mut split = 0;
+    for l in stage.layers.clone() {
+        use WeightId::*;
+        split += size(Q(l)) + size(K(l)) + size(V(l)) + size(AttnOut(l));
+        match &spec.moe {
+            None => split += size(Gate(l)) + size(Up(l)) + size(Down(l)),
+            Some(moe) => {
+                for e in 0..moe.experts {
+                    split += size(ExpertGate(l, e)) + size(ExpertUp(l, e)) + size(ExpertDown(l, e));
+                }
+            }
+        }
+    }
+    let embedding = size(WeightId::TokenEmbedding);
+    let head = match has_weight(source, WeightId::Output) {
+        true => size(WeightId::Output),
+        false => embedding,
+    };
+    let ranks = stage.ranks.max(1) as u64;
+    let mut total = split / ranks;
+    if stage.first {
+        total += embedding;
+    }
+    if stage.last && !(stage.first && spec.tied_head && ranks == 1) {
+        total += head / ranks;
+    }
+    total
+}
+
+/// Bytes of one KV block of the stage: keys and values, float32.
+pub fn kv_block_bytes(spec: &ModelSpec, stage: &StageSpec) -> u64 {
+    let kv_heads = plan_split(spec, stage.ranks)
+        .ok()
+        .and_then(|splits| splits.get(stage.rank).map(|s| s.kv_heads.len()))
+        .unwrap_or(spec.kv_heads);
+    let per_token = 2 * stage.layers.len() * kv_heads * spec.head_dim * size_of::<f32>();
+    (per_token * stage.block_tokens) as u64
+}
+
+/// Expands a rope description to inverse frequencies, in float64 and rounded once.
+pub fn expand_rope(rope: &RopeSpec, head_dim: usize) -> Rope {
+    let half = head_dim / 2;
+    let inv_freq = (0..half)
+        .map(|i| {
+            let base = libm::pow(rope.theta, -((2 * i) as f64) / head_dim as f64);
+            scaled(base, i, &rope.scaling) as f32
+        })
+        .collect();
+    Rope { style: rope.style, head_dim, inv_freq }
+}
+
+fn scaled(base: f64, index: usize, scaling: &RopeScaling) -> f64 {
+    match scaling {
+        RopeScaling::None => base,
+        RopeScaling::Linear { factor } => base / factor,
+        RopeScaling::Factors(factors) => base / factors.get(index).map_or(1.0, |f| f64::from(*f)),
+        // Llama 3.1: long wavelengths are divided, short ones kept, those between blended.
+        RopeScaling::Llama3 { factor, low_freq_factor, high_freq_factor, original_context } => {
+            let wavelength = 2.0 * std::f64::consts::PI / base;
+            let turns = *original_context as f64 / wavelength;
+            let smooth = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor);
+            let smooth = smooth.clamp(0.0, 1.0);
+            base / factor * (1.0 - smooth) + base * smooth
+        }
+    }
+}
+
+struct Loader<'a, B: Backend> {
+    backend: &'a B,
+    source: &'a dyn WeightSource,
+    spec: &'a ModelSpec,
+    split: &'a RankSplit,
+}
+
+impl<B: Backend> Loader<'_, B> {
+    fn layer(&self, l: usize) -> Result<LayerWeights<B>, StageError> {
+        let (spec, split) = (self.spec, self.split);
+        let (hidden, dim) = (spec.hidden, spec.head_dim);
+        let cut = |heads: &std::ops::Range<usize>| heads.start * dim..heads.end * dim;
+        let (q_rows, kv_rows) = (cut(&split.heads), cut(&split.kv_heads));
+        let (q_all, kv_all) = (spec.heads * dim, spec.kv_heads * dim);
+        let qkv_bias = match spec.qkv_bias {
+            true => Some([
+                self.vector(WeightId::QBias(l), q_all, q_rows.clone())?,
+                self.vector(WeightId::KBias(l), kv_all, kv_rows.clone())?,
+                self.vector(WeightId::VBias(l), kv_all, kv_rows.clone())?,
+            ]),
+            false => None,
+        };
+        let qk_norm = match spec.qk_norm {
+            true => {
+                Some([self.norm(WeightId::QNorm(l), dim)?, self.norm(WeightId::KNorm(l), dim)?])
+            }
+            false => None,
+        };
+        let post = |id| match spec.post_norms {
+            true => self.norm(id, hidden).map(Some),
+            false => Ok(None),
+        };
+        Ok(LayerWeights {
+            local: spec.is_local(l),
+            attn_norm: self.norm(WeightId::AttnNorm(l), hidden)?,
+            q: self.matrix(WeightId::Q(l), q_all, hidden, q_rows.clone(), None)?,
+            k: self.matrix(WeightId::K(l), kv_all, hidden, kv_rows.clone(), None)?,
+            v: self.matrix(WeightId::V(l), kv_all, hidden, kv_rows, None)?,
+            qkv_bias,
+            qk_norm,
+            attn_out: self.matrix(WeightId::AttnOut(l), hidden, q_all, 0..hidden, Some(q_rows))?,
+            post_attn_norm: post(WeightId::PostAttnNorm(l))?,
+            ffn_norm: self.norm(WeightId::FfnNorm(l), hidden)?,
+            ffn: self.ffn(l)?,
+            post_ffn_norm: post(WeightId::PostFfnNorm(l))?,
+        })
+    }
+
+    fn ffn(&self, l: usize) -> Result<FfnWeights<B>, StageError> {
+        let (hidden, cut) = (self.spec.hidden, self.split.ffn.clone());
+        let Some(moe) = &self.spec.moe else {
+            let ffn = self.spec.ffn;
+            return Ok(FfnWeights::Dense {
+                gate: self.matrix(WeightId::Gate(l), ffn, hidden, cut.clone(), None)?,
+                up: self.matrix(WeightId::Up(l), ffn, hidden, cut.clone(), None)?,
+                down: self.matrix(WeightId::Down(l), hidden, ffn, 0..hidden, Some(cut))?,
+            });
+        };
+        let (experts, ffn) = (moe.experts, moe.ffn);
+        let every = |f: &dyn Fn(usize) -> Result<B::Weight, StageError>| {
+            (0..experts).map(f).collect::<Result<Vec<_>, _>>()
+        };
+        Ok(FfnWeights::Mixture {
+            router: self.matrix(WeightId::Router(l), experts, hidden, 0..experts, None)?,
+            gate: every(&|e| {
+                self.matrix(WeightId::ExpertGate(l, e), ffn, hidden, cut.clone(), None)
+            })?,
+            up: every(&|e| self.matrix(WeightId::ExpertUp(l, e), ffn, hidden, cut.clone(), None))?,
+            down: every(&|e| {
+                let id = WeightId::ExpertDown(l, e);
+                self.matrix(id, hidden, ffn, 0..hidden, Some(cut.clone()))
+            })?,
+        })
+    }
+
+    /// Rows `rows` (and columns `cols`, all if `None`) of a matrix that must be `[all_rows, all_cols]`.
+    fn matrix(
+        &self,
+        id: WeightId,
+        all_rows: usize,
+        all_cols: usize,
+        rows: std::ops::Range<usize>,
+        cols: Option<std::ops::Range<usize>>,
+    ) -> Result<B::Weight, StageError> {
+        let tensor = self.checked(id, all_rows, all_cols)?;
+        let cols = cols.unwrap_or(0..all_cols);
+        Ok(self.backend.weight(&tensor, &Part { rows, cols })?)
+    }
+
+    fn norm(&self, id: WeightId, len: usize) -> Result<B::Tensor, StageError> {
+        let add = if norms_lack_one(self.source) { 1.0 } else { 0.0 };
+        self.row(id, len, 0..len, add)
+    }
+
+    fn vector(
+        &self,
+        id: WeightId,
+        len: usize,
+        cut: std::ops::Range<usize>,
+    ) -> Result<B::Tensor, StageError> {
+        self.row(id, len, cut, 0.0)
+    }
+
+    fn row(
+        &self,
+        id: WeightId,
+        len: usize,
+        cut: std::ops::Range<usize>,
+        add: f32,
+    ) -> Result<B::Tensor, StageError> {
+        let tensor = self.checked(id, 1, len)?;
+        let mut values = vec![0.0; len];
+        quant::dequantize_row(tensor.dtype, tensor.row(0), &mut values);
+        values.iter_mut().for_each(|v| *v += add);
+        let values = &values[cut];
+        let mut row = self.backend.tensor(1, values.len())?;
+        self.backend.upload(values, &mut row)?;
+        Ok(row)
+    }
+
+    fn checked(&self, id: WeightId, rows: usize, cols: usize) -> Result<HostTensor, StageError> {
+        let tensor = weight(self.source, id)?;
+        if (tensor.rows, tensor.cols) != (rows, cols) {
+            return Err(StageError::Shape {
+                name: tensor.name,
+                rows: tensor.rows,
+                cols: tensor.cols,
+                want_rows: rows,
+                want_cols: cols,
+            });
+        }
+        Ok(tensor)
+    }
+}
+
+/// What several shards or several lives of one shard share.
+pub type SharedStage<B> = Arc<StageWeights<B>>;

@@ -1,0 +1,246 @@
+//! The transformer engine: one stage of a real model on one device.
+//!
+//! It checks the batch, runs the forward pass, and draws tokens from the logits. It knows nothing
+//! of queues, of who owns which block, or of how activations travel.
+
+use crate::engine::{
+    Batch, BatchSeq, Collective, Engine, EngineError, SampleFailure, Sampled, StageOutput,
+    StageSpec,
+};
+use crate::forward::{self, Rows, Workspace};
+use crate::sampler;
+use crate::sampling::TokenLogprob;
+use crate::stage::{SharedStage, StageWeights};
+use dunlin_backend::{Backend, BackendError, KvSpec, SeqRows};
+use std::sync::Arc;
+
+/// One shard's state: shared weights, its own KV store and workspace.
+pub struct TransformerEngine<B: Backend> {
+    backend: Arc<B>,
+    weights: SharedStage<B>,
+    stage: StageSpec,
+    kv: B::Kv,
+    workspace: Workspace<B>,
+}
+
+impl<B: Backend> TransformerEngine<B> {
+    /// Makes KV store and workspace; the weights are there already.
+    pub fn new(
+        backend: Arc<B>,
+        weights: Arc<StageWeights<B>>,
+        stage: StageSpec,
+    ) -> Result<Self, BackendError> {
+        let kv = backend.kv(&KvSpec {
+            layers: stage.layers.len(),
+            kv_heads: weights.split.kv_heads.len(),
+            head_dim: weights.spec.head_dim,
+            blocks: stage.kv_blocks,
+            block_tokens: stage.block_tokens,
+        })?;
+        let workspace = Workspace::new(backend.as_ref(), &weights, stage.max_tokens)?;
+        Ok(Self { backend, weights, stage, kv, workspace })
+    }
+}
+
+impl<B: Backend> Engine for TransformerEngine<B> {
+    fn stage(&self) -> &StageSpec {
+        &self.stage
+    }
+
+    fn hidden(&self) -> usize {
+        self.weights.spec.hidden
+    }
+
+    fn step(
+        &mut self,
+        batch: &Batch,
+        input: Option<&[f32]>,
+        group: &mut dyn Collective,
+    ) -> Result<StageOutput, EngineError> {
+        self.check(batch, input, group)?;
+        let backend = self.backend.as_ref();
+        let (weights, ws) = (self.weights.as_ref(), &mut self.workspace);
+        if !batch.copies.is_empty() {
+            backend.kv_copy(&mut self.kv, &batch.copies)?;
+        }
+        let (seqs, positions) = rows(batch);
+        ws.begin(backend, positions.len())?;
+        match input {
+            Some(values) => backend.upload(values, &mut ws.x)?,
+            None => {
+                let ids: Vec<u32> =
+                    batch.seqs.iter().flat_map(|s| s.tokens.iter().copied()).collect();
+                forward::embed(backend, weights, &ids, ws)?;
+            }
+        }
+        let rows = Rows { seqs: &seqs, positions: &positions };
+        forward::layers(backend, weights, &rows, &mut self.kv, group, ws)?;
+        if self.stage.last {
+            return self.draw(batch, group).map(StageOutput::Sampled);
+        }
+        let mut hidden = Vec::new();
+        backend.download(&ws.x, &mut hidden)?;
+        Ok(StageOutput::Hidden(hidden))
+    }
+}
+
+impl<B: Backend> TransformerEngine<B> {
+    /// Refuses what would make an op read or write outside its buffers.
+    fn check(
+        &self,
+        batch: &Batch,
+        input: Option<&[f32]>,
+        group: &dyn Collective,
+    ) -> Result<(), EngineError> {
+        let bad = |what: String| Err(EngineError::BadBatch(what));
+        let (spec, stage) = (&self.weights.spec, &self.stage);
+        let tokens = batch.tokens();
+        if tokens == 0 || tokens > stage.max_tokens {
+            return bad(format!("{tokens} tokens, the stage takes 1 to {}", stage.max_tokens));
+        }
+        if group.size() != stage.ranks {
+            return bad(format!("a group of {} for {} ranks", group.size(), stage.ranks));
+        }
+        match input {
+            None if !stage.first => return bad("no activations for a later stage".into()),
+            Some(_) if stage.first => return bad("activations for the first stage".into()),
+            Some(values) if values.len() != tokens * spec.hidden => {
+                return bad(format!("{} activations for {tokens} tokens", values.len()));
+            }
+            _ => {}
+        }
+        let blocks = stage.kv_blocks as u32;
+        let outside = |b: &u32| *b >= blocks;
+        if batch.copies.iter().any(|(from, to)| outside(from) || outside(to)) {
+            return bad(format!("a block copy outside 0..{blocks}"));
+        }
+        for seq in &batch.seqs {
+            let end = seq.position as usize + seq.tokens.len();
+            let covered = seq.blocks.len() * stage.block_tokens;
+            if seq.tokens.is_empty() || end > covered || end > spec.context {
+                let (request, context) = (seq.request, spec.context);
+                return bad(format!(
+                    "request {request}: {} tokens at {}, blocks for {covered}, context {context}",
+                    seq.tokens.len(),
+                    seq.position
+                ));
+            }
+            if let Some(block) = seq.blocks.iter().find(|b| outside(b)) {
+                return bad(format!("request {}: block {block} of {blocks}", seq.request));
+            }
+            if let Some(token) = seq.tokens.iter().find(|t| **t as usize >= spec.vocab) {
+                return bad(format!("request {}: token {token} of {}", seq.request, spec.vocab));
+            }
+        }
+        Ok(())
+    }
+
+    /// Logits for the rows that need them, and what is drawn from them. Every rank takes part in
+    /// computing logits; rank 0 draws.
+    fn draw(
+        &mut self,
+        batch: &Batch,
+        group: &mut dyn Collective,
+    ) -> Result<Vec<Sampled>, EngineError> {
+        let mut wanted = Vec::new();
+        let mut begin = 0;
+        for (index, seq) in batch.seqs.iter().enumerate() {
+            let end = begin + seq.tokens.len();
+            if seq.prompt_logprobs.is_some() {
+                wanted.extend((begin..end).map(|row| Wanted {
+                    seq: index,
+                    row,
+                    last: row + 1 == end,
+                }));
+            } else if seq.sample.is_some() {
+                wanted.push(Wanted { seq: index, row: end - 1, last: true });
+            }
+            begin = end;
+        }
+        let rows: Vec<u32> = wanted.iter().map(|w| w.row as u32).collect();
+        let mut begins = Vec::with_capacity(batch.seqs.len());
+        batch.seqs.iter().fold(0, |at, seq| {
+            begins.push(at);
+            at + seq.tokens.len()
+        });
+        let mut draws: Vec<Option<Sampled>> = batch.seqs.iter().map(nothing_yet).collect();
+        let draws_here = self.stage.rank == 0;
+        let backend = self.backend.as_ref();
+        forward::logits(backend, &self.weights, &rows, group, &mut self.workspace, |i, logits| {
+            let want = &wanted[i];
+            if !draws_here {
+                return;
+            }
+            if let Some(sampled) = &mut draws[want.seq] {
+                let offset = want.row - begins[want.seq];
+                look(&batch.seqs[want.seq], offset, want.last, logits, sampled);
+            }
+        })?;
+        Ok(if draws_here { draws.into_iter().flatten().collect() } else { Vec::new() })
+    }
+}
+
+struct Wanted {
+    seq: usize,
+    row: usize,
+    last: bool,
+}
+
+fn nothing_yet(seq: &BatchSeq) -> Option<Sampled> {
+    (seq.sample.is_some() || seq.prompt_logprobs.is_some()).then(|| Sampled {
+        request: seq.request,
+        token: Err(SampleFailure::NotAsked),
+        logprob: None,
+        prompt_logprobs: Vec::new(),
+    })
+}
+
+/// Reads what is wanted from the logits at `offset` of the chunk; may change them.
+fn look(seq: &BatchSeq, offset: usize, last: bool, logits: &mut [f32], into: &mut Sampled) {
+    if let Some(ask) = &seq.prompt_logprobs {
+        let next = seq.tokens.get(offset + 1).copied().or(ask.next);
+        if let Some(next) = next {
+            let entry: TokenLogprob = sampler::logprob_of(logits, next, ask.top);
+            into.prompt_logprobs.push(entry);
+        }
+    }
+    if let (true, Some(ask)) = (last, &seq.sample) {
+        let position = seq.position + seq.tokens.len() as u32;
+        let SampleDraw { token, logprob } = match sampler::sample(
+            logits,
+            &ask.params,
+            position,
+            &ask.prompt,
+            &ask.output,
+            &ask.forbidden,
+        ) {
+            Ok((token, logprob)) => SampleDraw { token: Ok(token), logprob },
+            Err(failure) => SampleDraw { token: Err(failure), logprob: None },
+        };
+        into.token = token;
+        into.logprob = logprob;
+    }
+}
+
+struct SampleDraw {
+    token: Result<u32, SampleFailure>,
+    logprob: Option<TokenLogprob>,
+}
+
+fn rows(batch: &Batch) -> (Vec<SeqRows>, Vec<u32>) {
+    let mut positions = Vec::with_capacity(batch.tokens());
+    let seqs = batch
+        .seqs
+        .iter()
+        .map(|seq| {
+            let begin = positions.len();
+            positions.extend((0..seq.tokens.len() as u32).map(|i| seq.position + i));
+            SeqRows {
+                rows: begin..positions.len(),
+                position: seq.position as usize,
+                blocks: seq.blocks.clone(),
+            }
+        })
+        .collect();
+    (seqs, positions)
+}
