@@ -183,6 +183,11 @@ pub enum RouterCast {
         reason: String,
         suspects: Vec<RequestId>,
     },
+    /// No new work for this replica; what it has goes on.
+    ReplicaDraining {
+        replica: String,
+        epoch: ReplicaEpoch,
+    },
 }
 
 impl Protocol for RouterProtocol {

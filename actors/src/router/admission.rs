@@ -125,7 +125,7 @@ impl Router {
         if !self.fleet.ready().any(|(_, r)| r.info.max_sequence_tokens >= need) {
             return format!("none of {ready} ready replicas holds its {need} tokens");
         }
-        format!("all {ready} ready replicas are full or cannot be reached")
+        format!("all {ready} ready replicas are full, draining or unreachable")
     }
 }
 

@@ -16,6 +16,8 @@ pub(super) struct Slot(pub usize);
 pub(super) struct Replica {
     pub info: ReplicaInfo,
     pub ready: bool,
+    /// Ready, but to be given nothing more.
+    pub draining: bool,
     /// The highest epoch heard of; older ones are fenced off.
     pub fence: ReplicaEpoch,
     pub down_reason: String,
@@ -78,6 +80,7 @@ impl Fleet {
     pub fn install(&mut self, info: ReplicaInfo) -> Slot {
         let fresh = Replica {
             ready: true,
+            draining: false,
             fence: info.epoch,
             down_reason: String::new(),
             load: LoadReport::default(),
@@ -112,6 +115,14 @@ impl Fleet {
             replica.down_reason = reason;
             replica.load = LoadReport::default();
             replica.kv_seq = None;
+        }
+    }
+
+    pub fn drain(&mut self, name: &str, epoch: ReplicaEpoch) {
+        if let Some(slot) = self.current(name, epoch)
+            && let Some(replica) = self.get_mut(slot)
+        {
+            replica.draining = true;
         }
     }
 

@@ -47,15 +47,20 @@ pub(super) struct Trouble {
     pub suspect: bool,
     /// It has drawn a token in this attempt.
     pub moved: bool,
+    /// When the attempt before was lost.
+    pub lost_at: Option<Duration>,
     pub strikes: u32,
     pub fruitless: u32,
     pub suspicions: u32,
 }
 
 impl Trouble {
-    /// A token was drawn: what follows is judged anew, but for the lifetime count.
-    pub fn moved(&mut self) {
+    /// A token was drawn: what follows is judged anew, but for the lifetime count. Returns when
+    /// the loss before it was, if there was one.
+    pub fn moved(&mut self) -> Option<Duration> {
+        let lost_at = self.lost_at;
         *self = Self { moved: true, suspicions: self.suspicions, ..Self::default() };
+        lost_at
     }
 }
 

@@ -17,6 +17,7 @@
 //!
 //! The router knows nothing of blocks, steps, text or sockets.
 
+mod actor;
 mod admission;
 mod fleet;
 mod index;
@@ -25,6 +26,8 @@ mod place;
 mod recent;
 mod replay;
 mod serve;
+
+pub use actor::{INSTANCE, ROLE, RouterArgs, start_router};
 
 use crate::messages::{
     Attempt, GatewayCast, ReplicaEpoch, ReplicaInfo, ReplicaStatus, Request, RequestId,
@@ -101,8 +104,10 @@ pub enum Input {
         reason: String,
         suspects: Vec<RequestId>,
     },
-    /// The node of a gateway is gone, and with it every client behind it.
-    GatewayDown(NodeName),
+    /// No new work for this replica; what it has goes on.
+    ReplicaDraining { replica: String, epoch: ReplicaEpoch },
+    /// The node of a gateway was lost at this time, and with it every client it had then.
+    GatewayDown { node: NodeName, lost: Duration },
     /// A hand-out could not even be sent.
     Unreachable {
         request: RequestId,
@@ -154,6 +159,8 @@ pub enum Note {
         request: RequestId,
         cause: &'static str,
     },
+    /// The first token after a loss: how long the stream stood still.
+    Resumed { request: RequestId, after: Duration },
     /// Tokens that had been delivered already; dropped.
     Duplicate {
         request: RequestId,
@@ -256,7 +263,8 @@ impl Router {
             Input::ReplicaDown { replica, epoch, reason, suspects } => {
                 self.replica_down(&replica, epoch, reason, &suspects);
             }
-            Input::GatewayDown(node) => self.gateway_down(&node),
+            Input::ReplicaDraining { replica, epoch } => self.fleet.drain(&replica, epoch),
+            Input::GatewayDown { node, lost } => self.gateway_down(&node, lost),
             Input::Unreachable { request, attempt, reason } => {
                 self.unreachable(request, attempt, reason);
             }
@@ -275,6 +283,10 @@ impl Router {
             false => self.fleet.next_unshun(self.now),
         };
         deadline.into_iter().chain(retry).min()
+    }
+
+    pub fn open_and_waiting(&self) -> (usize, usize) {
+        (self.open.len(), self.waiting.len())
     }
 
     pub fn status(&self) -> RouterStatus {

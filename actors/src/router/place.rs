@@ -39,7 +39,8 @@ impl Router {
 
     fn has_room(&self, replica: &Replica) -> bool {
         let limit = replica.info.max_running.saturating_add(self.config.queue_ahead.max(1));
-        replica.shunned_until <= self.now && replica.assigned.len() < limit as usize
+        let open = !replica.draining && replica.shunned_until <= self.now;
+        open && replica.assigned.len() < limit as usize
     }
 
     fn place(&mut self, id: RequestId) {

@@ -91,6 +91,7 @@ impl Router {
         }
         let trouble = &mut open.trouble;
         trouble.fruitless += u32::from(!trouble.moved);
+        trouble.lost_at.get_or_insert(self.now);
         let (cause, code, last) = match loss {
             Loss::Replica { reason, named, alone } => {
                 if named {

@@ -9,6 +9,7 @@ use crate::messages::{
 };
 use dunlin_model::sampling::TokenLogprob;
 use dunlin_runtime::NodeName;
+use std::time::Duration;
 
 impl Router {
     pub(super) fn event(&mut self, replica: &str, epoch: ReplicaEpoch, event: SchedulerEvent) {
@@ -69,8 +70,11 @@ impl Router {
         self.totals.cancelled += 1;
     }
 
-    pub(super) fn gateway_down(&mut self, node: &NodeName) {
-        let behind = self.open.iter().filter(|(_, open)| open.request.reply_to.node == *node);
+    pub(super) fn gateway_down(&mut self, node: &NodeName, lost: Duration) {
+        // What came later came from the node's next life.
+        let behind = self.open.iter().filter(|(_, open)| {
+            open.request.reply_to.node == *node && open.accepted <= lost
+        });
         for id in behind.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.cancel(id, false);
         }
@@ -230,7 +234,7 @@ impl Router {
         let position = open.position();
         open.output.extend_from_slice(&ids);
         open.first_token.get_or_insert(self.now);
-        open.trouble.moved();
+        let lost_at = open.trouble.moved();
         if let Some(share) = &mut open.share {
             self.fleet.progress(share, ids.len() as u64);
             if let Some(replica) = self.fleet.get(share.slot) {
@@ -243,6 +247,9 @@ impl Router {
         }
         let to = open.request.reply_to.clone();
         self.deliver(to, id, StreamEvent::Tokens { position, ids, logprobs });
+        if let Some(at) = lost_at {
+            self.note(Note::Resumed { request: id, after: self.now.saturating_sub(at) });
+        }
     }
 
     fn finished(&mut self, id: RequestId, reason: FinishReason) {
@@ -257,6 +264,10 @@ impl Router {
         if reason == FinishReason::Length && !full && open.position() < open.request.max_tokens {
             let (got, want) = (open.position(), open.request.max_tokens);
             return self.gap(id, format!("finished for length after {got} of {want} tokens"));
+        }
+        // A stop token is reported like any other, so the log must end with one.
+        if reason == FinishReason::Stop && open.complete() != Some(FinishReason::Stop) {
+            return self.gap(id, format!("stopped, but not by token {:?}", open.output.last()));
         }
         self.release(id);
         self.finish(id, reason);

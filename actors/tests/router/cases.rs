@@ -309,7 +309,7 @@ fn a_lost_gateway_cancels_what_it_had_asked_for() {
     let mut other = request(2, vec![5; 4], 8);
     other.reply_to = address("side", "gateway");
     bench.place(other);
-    let outputs = bench.handle(Input::GatewayDown(node("front")));
+    let outputs = bench.handle(Input::GatewayDown { node: node("front"), lost: Duration::MAX });
     assert_eq!(outputs.cancels(), [("left".to_string(), RequestId(1), Attempt(1))]);
     let outputs = bench.handle(Input::Undeliverable(RequestId(2)));
     assert_eq!(outputs.cancels(), [("left".to_string(), RequestId(2), Attempt(1))]);
@@ -382,4 +382,20 @@ fn a_replica_placed_anew_without_a_word_loses_its_work_too() {
     }
     assert!(bench.down("left", 2, &[1]).works().is_empty());
     assert_eq!(bench.status().replicas[0].info.epoch, ReplicaEpoch(3));
+}
+
+#[test]
+fn a_draining_replica_finishes_what_it_has() {
+    let mut bench = Bench::with_replicas(&["left", "right"]);
+    bench.place(request(1, vec![5; 4], 8));
+    bench.handle(Input::ReplicaDraining { replica: "left".into(), epoch: ReplicaEpoch(1) });
+    for id in 2..5 {
+        let (_, outputs) = bench.submit(request(id, vec![5; 4], 8));
+        assert_eq!(outputs.work().expect("placed").0, "right");
+    }
+    assert_eq!(bench.report("left", 1, tokens(1, 1, 0, &[9])).events.len(), 1);
+    bench.handle(Input::ReplicaDraining { replica: "right".into(), epoch: ReplicaEpoch(1) });
+    assert!(bench.submit(request(5, vec![5; 4], 8)).1.works().is_empty(), "it waits");
+    let outputs = bench.handle(Input::ReplicaUp(replica("left", 2)));
+    assert_eq!(outputs.works().len(), 2, "the one that waited, and the one left had");
 }

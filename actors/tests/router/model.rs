@@ -209,7 +209,7 @@ impl World {
                     self.handle(Input::Undeliverable(id));
                 }
             }
-            Op::GatewayDown => self.handle(Input::GatewayDown(node("side"))),
+            Op::GatewayDown => self.handle(Input::GatewayDown { node: node("side"), lost: Duration::MAX }),
             Op::Wait { ms } => {
                 self.bench.now += Duration::from_millis(ms.into());
                 self.handle(Input::Tick);
