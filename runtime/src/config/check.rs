@@ -85,8 +85,8 @@ fn in_file_order<'a>(
 ) -> (&'a NodeName, &'a NodeName) {
     let line = |node: &NodeName| {
         let problem = Problem::Conflict { reason: String::new() };
-        let place = config.source.error(&format!("node.{node}.{key}"), problem, "").place;
-        place.map_or(usize::MAX, |place| place.line)
+        let error = config.source.error(&format!("node.{node}.{key}"), problem, "");
+        error.place.as_ref().map_or(usize::MAX, |place| place.line)
     };
     if line(a) <= line(b) { (a, b) } else { (b, a) }
 }

@@ -1,10 +1,15 @@
 //! What is wrong with a configuration, where, and how to mend it.
 
 use std::fmt;
+use std::ops::Deref;
 
 /// One error in a configuration. Its `Display` shows the line, as rustc does.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ConfigError {
+pub struct ConfigError(Box<ErrorDetails>);
+
+/// What a [`ConfigError`] derefs to.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ErrorDetails {
     pub file: String,
     /// Dotted path of the key; empty if there is none.
     pub key: String,
@@ -102,6 +107,20 @@ impl fmt::Display for Problem {
     }
 }
 
+impl From<ErrorDetails> for ConfigError {
+    fn from(details: ErrorDetails) -> ConfigError {
+        ConfigError(Box::new(details))
+    }
+}
+
+impl Deref for ConfigError {
+    type Target = ErrorDetails;
+
+    fn deref(&self) -> &ErrorDetails {
+        &self.0
+    }
+}
+
 impl ConfigError {
     pub(super) fn unreadable(file: &str, error: &std::io::Error) -> ConfigError {
         let mend = match error.kind() {
@@ -110,14 +129,15 @@ impl ConfigError {
             }
             _ => "check the file and its permissions",
         };
-        ConfigError {
+        let details = ErrorDetails {
             file: file.to_string(),
             key: String::new(),
             problem: Problem::Unreadable { reason: error.to_string() },
             mend: mend.to_string(),
             place: None,
             from_override: None,
-        }
+        };
+        details.into()
     }
 }
 

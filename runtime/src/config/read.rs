@@ -222,7 +222,7 @@ fn replica(mut table: Reader<'_>, index: usize) -> Result<ReplicaConfig, ConfigE
     if stages.is_empty() {
         return Err(table.bad("stages", "a replica without stages", example));
     }
-    let stages: Result<_, _> =
+    let stages: Result<_, ConfigError> =
         stages.iter().enumerate().map(|(at, stage)| group(&table, at, stage)).collect();
     let stages: Vec<Vec<ShardDevice>> = stages?;
     let layers = match table.list("layers")? {
@@ -231,9 +231,9 @@ fn replica(mut table: Reader<'_>, index: usize) -> Result<ReplicaConfig, ConfigE
             let read = |(at, item): (usize, &Node)| {
                 let path = table.child(&format!("layers.{at}"));
                 let count = table.integer_at(&path, item, 1, 10_000)?;
-                Ok(usize::try_from(count).unwrap_or(usize::MAX))
+                Ok::<_, ConfigError>(usize::try_from(count).unwrap_or(usize::MAX))
             };
-            Some(items.iter().enumerate().map(read).collect::<Result<Vec<_>, _>>()?)
+            Some(items.iter().enumerate().map(read).collect::<Result<Vec<_>, ConfigError>>()?)
         }
     };
     table.finish()?;

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use toml::de::{DeTable, DeValue};
 
-use super::error::{ConfigError, Place, Problem, nearest};
+use super::error::{ConfigError, ErrorDetails, Place, Problem, nearest};
 
 /// A parsed file with the values set over it.
 #[derive(Debug, Clone, PartialEq)]
@@ -120,9 +120,7 @@ impl Source {
             let Some(next) = next else {
                 let problem = Problem::NotFound { what: "key", value: key.to_string() };
                 let mend = "name it as SECTION.KEY, node.NAME.KEY or replica.NAME.KEY";
-                let mut error = self.error("", problem, mend);
-                error.from_override = Some(format!("--set {key}={value}"));
-                return Err(error);
+                return Err(self.located(key, Some(&origin), problem, mend));
             };
             at = next;
         }
@@ -170,14 +168,8 @@ impl Source {
             Some(Origin::Override(index)) => from_override = Some(self.override_text(*index)),
             None => {}
         }
-        ConfigError {
-            file: self.file.clone(),
-            key: key.to_string(),
-            problem,
-            mend: mend.into(),
-            place,
-            from_override,
-        }
+        let (file, key, mend) = (self.file.clone(), key.to_string(), mend.into());
+        ErrorDetails { file, key, problem, mend, place, from_override }.into()
     }
 
     fn override_text(&self, index: usize) -> String {
