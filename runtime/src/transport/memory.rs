@@ -168,7 +168,6 @@ impl Transport for MemoryNetwork {
                 name: name.clone(),
                 address,
                 accepted: tokio::sync::Mutex::new(accepted),
-                links: Mutex::new(Vec::new()),
             }) as Arc<dyn Endpoint>)
         })
     }
@@ -179,7 +178,6 @@ struct MemoryEndpoint {
     name: NodeName,
     address: String,
     accepted: tokio::sync::Mutex<mpsc::Receiver<Arc<dyn Link>>>,
-    links: Mutex<Vec<Weak<LinkState>>>,
 }
 
 impl Endpoint for MemoryEndpoint {
@@ -206,8 +204,7 @@ impl Endpoint for MemoryEndpoint {
             self.network.0.pass(&self.name, &there).await;
             self.network.0.pass(&there, &self.name).await;
             let (there, incoming) = find().ok_or_else(|| unreachable("nobody listens"))?;
-            let (ours, theirs, state) = MemoryLink::pair(&self.network, &self.name, &there);
-            self.links.lock().push(Arc::downgrade(&state));
+            let (ours, theirs) = MemoryLink::pair(&self.network, &self.name, &there);
             incoming.try_send(Arc::new(theirs)).map_err(|_| unreachable("it accepts no more"))?;
             Ok(Arc::new(ours) as Arc<dyn Link>)
         })
@@ -228,6 +225,16 @@ impl Endpoint for MemoryEndpoint {
             }
         }
         Box::pin(async {})
+    }
+}
+
+impl Drop for MemoryEndpoint {
+    fn drop(&mut self) {
+        self.accepted.get_mut().close();
+        let mut net = self.network.0.net.lock();
+        if net.listeners.get(&self.address).is_some_and(|l| l.incoming.is_closed()) {
+            net.listeners.remove(&self.address);
+        }
     }
 }
 
@@ -272,7 +279,7 @@ struct MemoryLink {
 }
 
 impl MemoryLink {
-    fn pair(network: &MemoryNetwork, a: &NodeName, b: &NodeName) -> (Self, Self, Arc<LinkState>) {
+    fn pair(network: &MemoryNetwork, a: &NodeName, b: &NodeName) -> (Self, Self) {
         let state = Arc::new(LinkState {
             network: network.clone(),
             names: [a.clone(), b.clone()],
@@ -290,7 +297,7 @@ impl MemoryLink {
             out,
             lanes: tokio::sync::Mutex::new(lanes),
         };
-        (end(0, to_b, from_b), end(1, to_a, from_a), state.clone())
+        (end(0, to_b, from_b), end(1, to_a, from_a))
     }
 
     fn peer(&self) -> &NodeName {

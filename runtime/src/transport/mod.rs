@@ -5,6 +5,7 @@
 //! retries nor reconnects: a link that breaks stays broken.
 
 pub mod memory;
+pub mod quic;
 
 use crate::address::NodeName;
 use bytes::Bytes;

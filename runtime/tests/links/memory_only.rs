@@ -1,0 +1,144 @@
+//! What only the in-memory network can be tested for: virtual time, seeds, lost frames.
+
+use super::harness::*;
+use dunlin_runtime::transport::memory::Rules;
+use dunlin_runtime::{MemoryNetwork, Node, NodeOptions};
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Five nodes under delay, jitter, loss and a partition; returns all that can be observed.
+async fn story(seed: u64) -> Vec<String> {
+    let network = MemoryNetwork::new(seed);
+    let harness = MemoryHarness(network.clone());
+    let names = ["a", "b", "c", "d", "e"];
+    let rules = Rules {
+        delay: Duration::from_millis(3),
+        jitter: Duration::from_millis(4),
+        loss: 0.002,
+    };
+    network.set_rules(rules);
+    let began = Instant::now();
+    let mut nodes: Vec<Node> = Vec::new();
+    for options in options(&harness, &names) {
+        nodes.push(start(&harness, &options).await);
+    }
+    let exports: Vec<_> = nodes.iter().map(|node| echo(node, "x")).collect();
+    let mut log = Vec::new();
+    let mut events = nodes[0].watch();
+    for i in 0..60usize {
+        match i {
+            20 => network.partition(&name("a"), &name("b")),
+            35 => network.heal_all(),
+            _ => {}
+        }
+        let (from, to) = (i % 5, (i * 3 + 1) % 5);
+        let call = Ask::Echo(vec![i as u8; 100]);
+        let answer = nodes[from].call::<Echo>(&exports[to].1, &call, SECOND).await;
+        let cast = nodes[from].cast::<Echo>(&exports[to].1, &(i as u64));
+        log.push(format!("{:?} {i} {answer:?} {cast:?}", began.elapsed()));
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+    while let Ok(event) = events.try_recv() {
+        log.push(format!("{event:?}"));
+    }
+    log.push(format!("{:?}", network.counts()));
+    log
+}
+
+fn simulate(seed: u64) -> Vec<String> {
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .start_paused(true)
+        .build()
+        .unwrap();
+    runtime.block_on(story(seed))
+}
+
+#[test]
+fn the_same_seed_tells_the_same_story() {
+    for seed in 1..4 {
+        let (first, second) = (simulate(seed), simulate(seed));
+        assert_eq!(first, second, "seed {seed}");
+        let lost = first.last().unwrap();
+        assert!(!lost.ends_with(", 0)"), "nothing was lost: {lost}");
+    }
+    assert_ne!(simulate(1), simulate(2));
+}
+
+/// Links break all the time; mail between the same two lives arrives once and in order.
+#[tokio::test(start_paused = true)]
+async fn lost_frames_lose_no_mail() {
+    for seed in 0..5 {
+        let network = MemoryNetwork::new(seed);
+        let harness = MemoryHarness(network.clone());
+        let (a, b) = pair(&harness).await;
+        let (_export, to, mut casts) = echo(&b, "x");
+        network.set_rules(Rules {
+            delay: Duration::from_millis(1),
+            loss: 0.01,
+            ..Rules::default()
+        });
+        let mut sent = Vec::new();
+        for i in 0..2000u64 {
+            if a.cast::<Echo>(&to, &i).is_ok() {
+                sent.push(i);
+            }
+            if i % 10 == 0 {
+                let answer = ask(&a, &to, Ask::Echo(vec![i as u8])).await;
+                assert_eq!(answer, Ok(vec![i as u8]), "seed {seed}, call {i}");
+            }
+        }
+        network.set_rules(Rules::default());
+        linked(&a, "b").await;
+        assert_eq!(ask(&a, &to, Ask::Echo(vec![])).await, Ok(vec![]));
+        let mut got = Vec::new();
+        while let Ok(i) = casts.try_recv() {
+            got.push(i);
+        }
+        assert_eq!(got, sent, "seed {seed}");
+        assert!(network.counts().1 > 10, "too few losses for a test: {:?}", network.counts());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_crashed_node_says_nothing_and_its_next_life_takes_over() {
+    let network = MemoryNetwork::new(1);
+    let harness = MemoryHarness(network.clone());
+    let mut all = options(&harness, &["a", "b"]);
+    let a = start(&harness, &all[0]).await;
+    let b = start(&harness, &all[1]).await;
+    linked(&a, "b").await;
+    let mut events = a.watch();
+    let began = Instant::now();
+    network.crash(&name("b"));
+    let (_, reason) = down_event(&mut events).await;
+    assert!(reason.contains("nothing heard"), "{reason}");
+    assert!(began.elapsed() > Duration::from_millis(900), "{:?}", began.elapsed());
+    all[1].incarnation.0 += 1;
+    let b2 = start(&harness, &all[1]).await;
+    linked(&a, "b").await;
+    assert_eq!(a.peers()[0].incarnation, Some(all[1].incarnation));
+    drop((b, b2));
+}
+
+#[tokio::test]
+async fn wrong_options_are_refused_at_start() {
+    let network = MemoryNetwork::new(1);
+    let start = |change: fn(&mut NodeOptions)| {
+        let mut options = NodeOptions::new(name("a"), "lab", "here:1");
+        change(&mut options);
+        Node::start(options, Arc::new(network.clone()))
+    };
+    let message = |result: Result<Node, dunlin_runtime::StartError>| result.unwrap_err().to_string();
+    let own = start(|o| *o = o.clone().peer(name("a"), "x:1")).await;
+    assert!(message(own).contains("its own peer"));
+    let head = start(|o| o.head = Some(name("z"))).await;
+    assert!(message(head).contains("head z is not among its peers"));
+    let beat = start(|o| o.timing.heartbeat_ms = 0).await;
+    assert!(message(beat).contains("heartbeat_ms is 0, it must be at least 1"));
+    let first = start(|_| {}).await.unwrap();
+    let again = start(|_| {}).await;
+    assert!(message(again).contains("here:1 is already in use by node a"));
+    drop(first);
+}
