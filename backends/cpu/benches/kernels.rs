@@ -1,0 +1,294 @@
+//! What the ops of one transformer cost on this machine, op by op, beside what memory can deliver.
+//!
+//! `cargo bench -p dunlin-cpu -- [threads]`: a random model in the shape of SmolLM2-135M (Q4_1, Q8_0
+//! head), decoded and prefilled with synthetic activations; figures are the best of several runs,
+//! since other work only ever adds time. On one thread the clock is that thread's own processor
+//! time, which a busy machine hardly disturbs. `DUNLIN_CPU` chooses the instruction path.
+
+use bytes::Bytes;
+use dunlin_backend::quant::dequantize_row;
+use dunlin_backend::{
+    Activation, AttentionParams, Backend, DType, HostTensor, KvSpec, LinearPart, Part, Rope,
+    RopeStyle, SeqRows,
+};
+use dunlin_cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor, CpuWeight, Precision};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+const HIDDEN: usize = 576;
+const INNER: usize = 1536;
+const LAYERS: usize = 30;
+const HEADS: usize = 9;
+const KV_HEADS: usize = 3;
+const HEAD_DIM: usize = 64;
+const VOCAB: usize = 49_152;
+const CONTEXT: usize = 1024;
+
+/// Whether times are those of the processor.
+static ALONE: AtomicBool = AtomicBool::new(false);
+
+/// A point in time.
+fn now() -> Duration {
+    static START: std::sync::LazyLock<Instant> = std::sync::LazyLock::new(Instant::now);
+    #[cfg(target_os = "linux")]
+    if ALONE.load(Ordering::Relaxed) {
+        let mut t = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        // SAFETY: the clock exists on Linux and writes one `timespec`.
+        unsafe { libc::clock_gettime(libc::CLOCK_THREAD_CPUTIME_ID, &mut t) };
+        return Duration::new(t.tv_sec as u64, t.tv_nsec as u32);
+    }
+    START.elapsed()
+}
+
+fn main() {
+    let threads = std::env::args().find_map(|a| a.parse().ok()).unwrap_or(2);
+    let bandwidth = read_bandwidth(threads);
+    ALONE.store(threads == 1, Ordering::Relaxed);
+    println!("read bandwidth: {:.1} GB/s on {threads} threads", bandwidth / 1e9);
+    for precision in [Precision::Fast, Precision::Exact] {
+        let b = CpuBackend::new(CpuOptions { threads, precision, path: None }).expect("backend");
+        println!("\n{} ({precision:?})", b.info().description);
+        naive_twin(&b);
+        let mut m = Model::new(&b);
+        println!("weights: {:.1} MB", m.bytes as f64 / 1e6);
+        for (rows, past) in [(1, 0), (1, 255), (4, 255), (1, 1000), (512, 0)] {
+            m.measure(rows, past, bandwidth);
+        }
+    }
+}
+
+/// Bytes per second that all threads together read from a buffer larger than the caches.
+fn read_bandwidth(threads: usize) -> f64 {
+    let buffer = vec![1u64; 32 << 20];
+    let mut best = f64::MAX;
+    for _ in 0..5 {
+        let start = Instant::now();
+        std::thread::scope(|s| {
+            for part in buffer.chunks(buffer.len().div_ceil(threads)) {
+                s.spawn(move || {
+                    let mut sums = [0u64; 16];
+                    for c in part.chunks_exact(16) {
+                        for (s, c) in sums.iter_mut().zip(c) {
+                            *s = s.wrapping_add(*c);
+                        }
+                    }
+                    std::hint::black_box(sums)
+                });
+            }
+        });
+        best = best.min(start.elapsed().as_secs_f64());
+    }
+    (buffer.len() * 8) as f64 / best
+}
+
+/// One product against the plainest loop over dequantised rows.
+fn naive_twin(b: &CpuBackend) {
+    let t = matrix(1, DType::Q4_1, INNER, HIDDEN);
+    let w = b.weight(&t, &Part::all(&t)).expect("weight");
+    let mut x = b.tensor(1, HIDDEN).expect("tensor");
+    let data: Vec<f32> = (0..HIDDEN).map(|i| (i % 17) as f32 - 8.0).collect();
+    b.upload(&data, &mut x).expect("upload");
+    let mut out = b.tensor(1, INNER).expect("tensor");
+    let fast = best(50, || {
+        b.linear(&x, &mut [LinearPart { weight: &w, bias: None, out: &mut out }]).expect("linear");
+    });
+    let mut row = vec![0.0; HIDDEN];
+    let naive = best(5, || {
+        for r in 0..INNER {
+            dequantize_row(t.dtype, t.row(r), &mut row);
+            let sum: f32 = row.iter().zip(&data).map(|(w, x)| w * x).sum();
+            std::hint::black_box(sum);
+        }
+    });
+    let ratio = naive.as_secs_f64() / fast.as_secs_f64();
+    println!("Q4_1 [{INNER}, {HIDDEN}] in cache: {fast:.1?}, naive {naive:.1?}, {ratio:.0} times");
+}
+
+fn best(runs: usize, mut f: impl FnMut()) -> Duration {
+    let once = |f: &mut dyn FnMut()| {
+        let start = now();
+        f();
+        now() - start
+    };
+    (0..runs).map(|_| once(&mut f)).min().expect("a run")
+}
+
+fn matrix(seed: u64, dtype: DType, rows: usize, cols: usize) -> HostTensor {
+    let mut s = seed | 1;
+    let mut data = vec![0u8; rows * dtype.row_bytes(cols).expect("whole blocks")];
+    for c in data.chunks_exact_mut(2) {
+        s = s.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+        c.copy_from_slice(&((s >> 40) as u16).to_le_bytes());
+    }
+    // Scales of about a hundredth.
+    for block in data.chunks_exact_mut(dtype.block_bytes()) {
+        block[..2].copy_from_slice(&0x2100u16.to_le_bytes());
+        if dtype == DType::Q4_1 {
+            block[2..4].copy_from_slice(&0xa800u16.to_le_bytes());
+        }
+    }
+    HostTensor::new("bench", dtype, rows, cols, Bytes::from(data)).expect("whole blocks")
+}
+
+struct Layer {
+    q: CpuWeight,
+    k: CpuWeight,
+    v: CpuWeight,
+    o: CpuWeight,
+    gate: CpuWeight,
+    up: CpuWeight,
+    down: CpuWeight,
+}
+
+struct Model<'a> {
+    b: &'a CpuBackend,
+    layers: Vec<Layer>,
+    head: CpuWeight,
+    norm: CpuTensor,
+    kv: CpuKv,
+    bytes: u64,
+    params: AttentionParams,
+    rope: Rope,
+}
+
+/// Runs `f` and books its time under `what`.
+fn book<T>(
+    times: &mut BTreeMap<&'static str, Duration>,
+    what: &'static str,
+    f: impl FnOnce() -> T,
+) {
+    let start = now();
+    f();
+    *times.entry(what).or_default() += now() - start;
+}
+
+impl<'a> Model<'a> {
+    fn new(b: &'a CpuBackend) -> Self {
+        let load = |seed: usize, dtype, rows, cols| {
+            let t = matrix(seed as u64, dtype, rows, cols);
+            b.weight(&t, &Part::all(&t)).expect("weight")
+        };
+        let q4 = |seed, rows, cols| load(seed, DType::Q4_1, rows, cols);
+        let layers: Vec<Layer> = (0..LAYERS)
+            .map(|i| Layer {
+                q: q4(8 * i, HEADS * HEAD_DIM, HIDDEN),
+                k: q4(8 * i + 1, KV_HEADS * HEAD_DIM, HIDDEN),
+                v: q4(8 * i + 2, KV_HEADS * HEAD_DIM, HIDDEN),
+                o: q4(8 * i + 3, HIDDEN, HEADS * HEAD_DIM),
+                gate: q4(8 * i + 4, INNER, HIDDEN),
+                up: q4(8 * i + 5, INNER, HIDDEN),
+                down: q4(8 * i + 6, HIDDEN, INNER),
+            })
+            .collect();
+        let head = load(999, DType::Q8_0, VOCAB, HIDDEN);
+        let all = |l: &Layer| -> u64 {
+            [&l.q, &l.k, &l.v, &l.o, &l.gate, &l.up, &l.down]
+                .map(|w| b.weight_bytes(w))
+                .iter()
+                .sum()
+        };
+        let bytes = layers.iter().map(all).sum::<u64>() + b.weight_bytes(&head);
+        let mut norm = b.tensor(1, HIDDEN).expect("tensor");
+        b.upload(&vec![1.0; HIDDEN], &mut norm).expect("upload");
+        let spec = KvSpec {
+            layers: LAYERS,
+            kv_heads: KV_HEADS,
+            head_dim: HEAD_DIM,
+            blocks: CONTEXT / 16,
+            block_tokens: 16,
+        };
+        let params = AttentionParams {
+            heads: HEADS,
+            kv_heads: KV_HEADS,
+            head_dim: HEAD_DIM,
+            scale: 0.125,
+            window: None,
+            softcap: None,
+            kv_head_of: (0..HEADS).map(|h| h / 3).collect(),
+        };
+        let inv_freq = (0..32).map(|i| 1e5f32.powf(-(i as f32) / 32.0)).collect();
+        let rope = Rope { style: RopeStyle::Interleaved, head_dim: HEAD_DIM, inv_freq };
+        let kv = b.kv(&spec).expect("kv");
+        Self { b, layers, head, norm, kv, bytes, params, rope }
+    }
+
+    fn measure(&mut self, rows: usize, past: usize, bandwidth: f64) {
+        let mut best = (Duration::MAX, BTreeMap::new());
+        let runs = if rows > 16 { 4 } else { 30 };
+        for _ in 0..runs {
+            let mut times = BTreeMap::new();
+            let start = now();
+            self.step(rows, past, &mut times);
+            best = best.min((now() - start, times));
+        }
+        let (total, times) = best;
+        let seconds = total.as_secs_f64();
+        println!(
+            "{rows} rows after {past}: {:.2} ms, {:.0} tokens/s, weights at {:.1} GB/s ({:.0} % of reading)",
+            seconds * 1e3,
+            rows as f64 / seconds,
+            self.bytes as f64 / seconds / 1e9,
+            100.0 * self.bytes as f64 / seconds / bandwidth
+        );
+        let list: Vec<String> =
+            times.iter().map(|(k, t)| format!("{k} {:.2}", t.as_secs_f64() * 1e3)).collect();
+        println!("    ms: {}", list.join(", "));
+    }
+
+    /// The ops of one forward pass.
+    fn step(&mut self, rows: usize, past: usize, t: &mut BTreeMap<&'static str, Duration>) {
+        let b = self.b;
+        let tensor = |cols| b.tensor(rows, cols).expect("tensor");
+        let (mut x, mut y, mut q) = (tensor(HIDDEN), tensor(HIDDEN), tensor(HEADS * HEAD_DIM));
+        let (mut k, mut v) = (tensor(KV_HEADS * HEAD_DIM), tensor(KV_HEADS * HEAD_DIM));
+        let (mut a, mut g, mut u) = (tensor(HEADS * HEAD_DIM), tensor(INNER), tensor(INNER));
+        let mut one = b.tensor(1, HIDDEN).expect("tensor");
+        let mut logits = b.tensor(1, VOCAB).expect("tensor");
+        let ids: Vec<u32> = (0..rows as u32).collect();
+        let positions: Vec<u32> = ids.iter().map(|i| i + past as u32).collect();
+        let seqs = [SeqRows { rows: 0..rows, position: past, blocks: (0..64).collect() }];
+        let params = &self.params;
+        book(t, "embed", || b.embed(&self.head, &ids, 1.0, &mut x).expect("embed"));
+        for (i, l) in self.layers.iter().enumerate() {
+            book(t, "norm", || b.rms_norm(&x, &self.norm, 1e-5, HIDDEN, &mut y).expect("norm"));
+            book(t, "qkv", || {
+                let mut parts = [
+                    LinearPart { weight: &l.q, bias: None, out: &mut q },
+                    LinearPart { weight: &l.k, bias: None, out: &mut k },
+                    LinearPart { weight: &l.v, bias: None, out: &mut v },
+                ];
+                b.linear(&y, &mut parts).expect("linear");
+            });
+            book(t, "rope", || {
+                b.rope(&mut q, &positions, &self.rope).expect("rope");
+                b.rope(&mut k, &positions, &self.rope).expect("rope");
+            });
+            book(t, "kv", || b.kv_write(&mut self.kv, i, &k, &v, &seqs).expect("kv_write"));
+            book(t, "attention", || {
+                b.attention(&q, &self.kv, i, &seqs, params, &mut a).expect("attention");
+            });
+            let o = &l.o;
+            book(t, "o", || one_linear(b, &a, o, &mut y));
+            book(t, "add", || b.add(&mut x, &y).expect("add"));
+            book(t, "norm", || b.rms_norm(&x, &self.norm, 1e-5, HIDDEN, &mut y).expect("norm"));
+            book(t, "gate, up", || {
+                let mut parts = [
+                    LinearPart { weight: &l.gate, bias: None, out: &mut g },
+                    LinearPart { weight: &l.up, bias: None, out: &mut u },
+                ];
+                b.linear(&y, &mut parts).expect("linear");
+            });
+            book(t, "gated", || b.gated(&mut g, &u, Activation::Silu).expect("gated"));
+            book(t, "down", || one_linear(b, &g, &l.down, &mut y));
+            book(t, "add", || b.add(&mut x, &y).expect("add"));
+        }
+        book(t, "norm", || b.rms_norm(&x, &self.norm, 1e-5, HIDDEN, &mut y).expect("norm"));
+        b.gather(&y, &[rows as u32 - 1], &mut one).expect("gather");
+        book(t, "head", || one_linear(b, &one, &self.head, &mut logits));
+    }
+}
+
+fn one_linear(b: &CpuBackend, x: &CpuTensor, weight: &CpuWeight, out: &mut CpuTensor) {
+    b.linear(x, &mut [LinearPart { weight, bias: None, out }]).expect("linear");
+}
