@@ -84,6 +84,11 @@ pub const ACTOR_METRICS: &[Metric] = &[
         TTFT_SECONDS,
         "From arrival at a replica to the first step",
     ),
+    Metric::histogram(
+        "dunlin_request_prefill_time_seconds",
+        TTFT_SECONDS,
+        "From the first step to the first token",
+    ),
     Metric::histogram("dunlin_iteration_tokens_total", STEP_TOKENS, "Tokens of a step"),
     Metric::histogram("dunlin_step_seconds", LATENCY_SECONDS, "From a step's plan to its tokens"),
     // shard

@@ -301,6 +301,11 @@ impl Kv {
         Ok(())
     }
 
+    /// Tables opened so far; tells whether anything happened.
+    pub fn opened(&self) -> u32 {
+        self.next_serial
+    }
+
     /// Block ids in order of position.
     pub fn table(&self, id: TableId) -> Result<&[BlockId], KvError> {
         Ok(&self.table_ref(id)?.blocks)

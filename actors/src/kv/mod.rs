@@ -6,6 +6,7 @@
 //!
 //! Knows nothing of requests, steps, devices or time.
 
+mod actor;
 mod audit;
 mod core;
 mod events;
@@ -17,5 +18,6 @@ mod pool;
 mod tests;
 
 pub use self::core::{Copies, Kv, KvConfig, KvError, KvUsage, TableId};
+pub use actor::{KvArgs, SharedKv, start_kv};
 pub use key::{Chain, KEY_SCHEMA, Scope};
 pub use pool::BlockId;

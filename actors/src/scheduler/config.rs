@@ -7,8 +7,12 @@ use std::time::Duration;
 pub struct SchedulerConfig {
     /// Most tokens of one step, over all its sequences.
     pub step_tokens: usize,
+    /// Most prompt tokens of one sequence in one step.
+    pub chunk_tokens: usize,
     /// Most sequences that hold KV blocks at a time.
     pub max_running: usize,
+    /// Look prompts up in the prefix cache, and keep blocks for later ones.
+    pub prefix_cache: bool,
     /// Steps in flight at a time; `None`: one for each pipeline stage.
     pub in_flight: Option<usize>,
     /// Where sequences decode, prompt chunks shrink so that a step takes about this long: a bound
@@ -22,7 +26,9 @@ impl Default for SchedulerConfig {
     fn default() -> Self {
         Self {
             step_tokens: 512,
-            max_running: 256,
+            chunk_tokens: 512,
+            max_running: 64,
+            prefix_cache: true,
             in_flight: None,
             step_target: None,
             step_deadline: Duration::from_secs(10),
@@ -34,7 +40,9 @@ impl Default for SchedulerConfig {
 #[derive(Debug, Clone, PartialEq)]
 pub struct Limits {
     pub step_tokens: usize,
+    pub chunk_tokens: usize,
     pub max_running: usize,
+    pub prefix_cache: bool,
     pub in_flight: usize,
     pub step_target: Option<Duration>,
     pub step_deadline: Duration,
@@ -47,6 +55,8 @@ impl SchedulerConfig {
     pub fn limits(&self, stages: usize, batch_tokens: usize, context_tokens: u32) -> Limits {
         Limits {
             step_tokens: self.step_tokens.min(batch_tokens).max(1),
+            chunk_tokens: self.chunk_tokens.max(1),
+            prefix_cache: self.prefix_cache,
             max_running: self.max_running.max(1),
             in_flight: self.in_flight.unwrap_or(stages).max(1),
             step_target: self.step_target,

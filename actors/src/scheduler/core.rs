@@ -48,7 +48,10 @@ pub enum Output {
     Run { step: u64, batch: Batch },
     /// For the router.
     Event(SchedulerEvent),
-    /// The replica is lost; nothing more is planned. `suspects` were in the step that failed.
+    /// A shard reported that a step failed. Nothing more is planned; the shard has told placement.
+    Halted { reason: String },
+    /// The replica does not work, as only the scheduler can tell: placement must hear of it, and
+    /// nothing more is planned. `suspects` were in the step that did not end.
     Broken { reason: String, suspects: Vec<RequestId> },
     /// For the metrics.
     Measured(Measure),
@@ -130,7 +133,8 @@ impl Scheduler {
             false => self.plan(kv, now, &mut out),
         });
         if let Err(error) = result {
-            self.break_down(format!("scheduler and KV block manager disagree: {error}"), &mut out);
+            let reason = format!("scheduler and KV block manager disagree: {error}");
+            self.break_down(reason, Vec::new(), &mut out);
         }
         if let Some((stored, removed)) = kv.take_changes() {
             self.kv_seq += 1;
@@ -181,6 +185,11 @@ impl Scheduler {
         self.by_request.contains_key(&request)
     }
 
+    /// Steps in flight, the oldest first.
+    pub fn steps_in_flight(&self) -> impl Iterator<Item = u64> {
+        self.steps.iter().map(|step| step.number)
+    }
+
     pub fn is_broken(&self) -> bool {
         self.broken
     }
@@ -223,10 +232,8 @@ impl Scheduler {
                 self.step_done(kv, now, step, sampled, micros, out)
             }
             Input::StepFailed { step, reason, .. } => {
-                let failed = self.steps.iter().find(|s| s.number == step);
-                let suspects = failed.map(|s| self.requests_in(s)).unwrap_or_default();
                 self.broken = true;
-                out.push(Output::Broken { reason: format!("step {step}: {reason}"), suspects });
+                out.push(Output::Halted { reason: format!("step {step}: {reason}") });
                 Ok(())
             }
             Input::Tick => Ok(()),
@@ -338,7 +345,7 @@ impl Scheduler {
             let reason = format!(
                 "step {number} was answered for {answered:?}; step {oldest} for {expected:?} is due"
             );
-            self.break_down(reason, out);
+            self.break_down(reason, Vec::new(), out);
             return Ok(());
         }
         let Some(step) = self.steps.pop_front() else { return Ok(()) };
@@ -381,7 +388,10 @@ impl Scheduler {
             let message = format!("the logits after position {} were not finite", upto - 1);
             return self.fail(kv, slot, FailureCode::NotFinite, message, out);
         }
-        kv.commit(run.table, &mut seq.chain, &seq.tokens[..upto as usize], run.in_flight == 0)?;
+        if self.limits.prefix_cache {
+            let settled = run.in_flight == 0;
+            kv.commit(run.table, &mut seq.chain, &seq.tokens[..upto as usize], settled)?;
+        }
         match answer {
             Some(answer) => self.answer(kv, now, slot, run, answer, out),
             None => Ok(()),
@@ -437,7 +447,8 @@ impl Scheduler {
                 step.parts.len(),
                 self.limits.step_deadline
             );
-            self.break_down(reason, out);
+            let suspects = self.requests_in(step);
+            self.break_down(reason, suspects, out);
         }
         let load = self.load(kv);
         let due = self
@@ -451,9 +462,9 @@ impl Scheduler {
     }
 
     /// Gives up on the replica. What runs is for the router to replay.
-    fn break_down(&mut self, reason: String, out: &mut Vec<Output>) {
+    fn break_down(&mut self, reason: String, suspects: Vec<RequestId>, out: &mut Vec<Output>) {
         self.broken = true;
-        out.push(Output::Broken { reason, suspects: Vec::new() });
+        out.push(Output::Broken { reason, suspects });
     }
 
     /// The requests that a step's answer must be about, in order.

@@ -20,6 +20,7 @@
 //!
 //! Knows nothing of texts, clients, other replicas or devices.
 
+mod actor;
 mod audit;
 mod config;
 mod core;
@@ -32,4 +33,5 @@ mod sequence;
 mod tests;
 
 pub use self::core::{Input, Measure, Output, Scheduler};
+pub use actor::{ROLE, SchedulerArgs, start_scheduler};
 pub use config::{Limits, SchedulerConfig};

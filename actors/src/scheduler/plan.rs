@@ -47,6 +47,7 @@ pub struct Part {
 struct Plan {
     now: Duration,
     budget: usize,
+    chunk_tokens: usize,
     /// Most of it that may go to prompt chunks.
     prefill_budget: usize,
     parts: Vec<Part>,
@@ -90,6 +91,7 @@ impl Scheduler {
         let mut plan = Plan {
             now,
             budget,
+            chunk_tokens: self.limits.chunk_tokens,
             prefill_budget: budget,
             parts: Vec::new(),
             seqs: Vec::new(),
@@ -181,7 +183,8 @@ impl Scheduler {
                 break;
             }
             let Some(seq) = self.seqs[slot].as_mut() else { break };
-            let (table, covered) = kv.start(&mut seq.chain, &seq.tokens, seq.echo.is_none())?;
+            let lookup = self.limits.prefix_cache && seq.echo.is_none();
+            let (table, covered) = kv.start(&mut seq.chain, &seq.tokens, lookup)?;
             let need = kv.missing(table, seq.known())?;
             if kv.available() < need + promised {
                 kv.release(table)?;
@@ -209,7 +212,8 @@ impl Scheduler {
                 self.preempt(kv, victim)?;
             }
             let Some(seq) = self.seqs[slot].as_mut() else { return Ok(()) };
-            let (table, covered) = kv.start(&mut seq.chain, &seq.tokens, seq.echo.is_none())?;
+            let lookup = self.limits.prefix_cache && seq.echo.is_none();
+            let (table, covered) = kv.start(&mut seq.chain, &seq.tokens, lookup)?;
             self.begin(slot, table, covered, plan.now, out);
             self.suspect = Some(slot);
         }
@@ -295,7 +299,7 @@ impl Scheduler {
             in_flight: 0,
             last_step: 0,
         });
-        if seq.echo.is_none() {
+        if self.limits.prefix_cache && seq.echo.is_none() {
             self.totals.prefix_queries += u64::from(seq.known());
             self.totals.prefix_hits += u64::from(covered);
         }
@@ -394,7 +398,7 @@ impl Scheduler {
 impl Plan {
     /// How much of `unplanned` tokens of a prompt fits.
     fn chunk(&self, unplanned: u32) -> u32 {
-        let most = self.budget.min(self.prefill_budget);
+        let most = self.budget.min(self.prefill_budget).min(self.chunk_tokens);
         unplanned.min(u32::try_from(most).unwrap_or(u32::MAX))
     }
 

@@ -86,7 +86,7 @@ fn any_op() -> impl Strategy<Value = Op> {
 
 fn any_setup() -> impl Strategy<Value = Setup> {
     let target = prop::option::of(Just(Duration::from_millis(3)));
-    let steps = (1..24usize, 1..7usize, 1..4usize, target);
+    let steps = (1..24usize, 1..7usize, 1..4usize, target, 1..24usize);
     let bits = prop_oneof![3 => Just(128u32), 1 => Just(8u32)];
     (2..24u32, 1..7u32, bits, steps, 20..70u32).prop_map(
         |(blocks, block_tokens, key_bits, steps, context_tokens)| Setup {
@@ -95,6 +95,8 @@ fn any_setup() -> impl Strategy<Value = Setup> {
             key_bits,
             limits: Limits {
                 step_tokens: steps.0,
+                chunk_tokens: steps.4,
+                prefix_cache: true,
                 max_running: steps.1,
                 in_flight: steps.2,
                 step_target: steps.3,

@@ -11,6 +11,8 @@ fn setup(blocks: u32, step_tokens: usize, in_flight: usize) -> Setup {
         key_bits: 128,
         limits: Limits {
             step_tokens,
+            chunk_tokens: step_tokens,
+            prefix_cache: true,
             max_running: 64,
             in_flight,
             step_target: None,
@@ -170,13 +172,13 @@ fn a_suspect_runs_alone_until_it_has_moved() {
 }
 
 #[test]
-fn a_failed_step_names_its_requests_and_ends_planning() {
+fn a_failed_step_ends_planning() {
     let mut world = World::new(setup(64, 64, 1));
-    let id = world.submit(work(4, 50), 0);
+    world.submit(work(4, 50), 0);
     let failed = Input::StepFailed { epoch: EPOCH, step: 1, reason: "device lost".into() };
     let out = world.scheduler.handle(&mut world.kv, world.now, failed);
     let reason = "step 1: device lost".to_string();
-    assert_eq!(out[0], Output::Broken { reason, suspects: vec![id] });
+    assert_eq!(out[0], Output::Halted { reason });
     let late = Input::StepDone { epoch: EPOCH, step: 1, sampled: vec![], micros: 0 };
     assert!(world.scheduler.handle(&mut world.kv, world.now, late).iter().all(|output| {
         !matches!(output, Output::Run { .. } | Output::Event(SchedulerEvent::Tokens { .. }))
@@ -221,6 +223,20 @@ fn a_replay_of_what_was_complete_ends_at_once() {
     let id = world.submit(work(4, 0), 0);
     assert_eq!(world.clients[&id].end, Some(End::Finished(FinishReason::Length)));
     assert!(world.flying.is_empty());
+}
+
+#[test]
+fn without_the_prefix_cache_nothing_is_kept() {
+    let mut setup = setup(64, 64, 1);
+    setup.limits.prefix_cache = false;
+    let mut world = World::new(setup);
+    for _ in 0..2 {
+        world.submit(work(40, 3), 0);
+        world.drain();
+    }
+    let load = world.scheduler.load(&world.kv);
+    let kept = (load.prefix_queries_total, load.prefix_hits_total, load.kv_blocks_cached);
+    assert_eq!(kept, (0, 0, 0));
 }
 
 #[test]

@@ -173,7 +173,9 @@ impl World {
             match output {
                 Output::Run { step, batch } => self.run(step, batch),
                 Output::Event(event) => self.event(event),
-                Output::Broken { reason, .. } => self.broken = Some(reason),
+                Output::Broken { reason, .. } | Output::Halted { reason } => {
+                    self.broken = Some(reason);
+                }
                 Output::Measured(_) => {}
             }
         }
