@@ -10,14 +10,15 @@ use crate::address::{Incarnation, NodeName};
 use crate::frame::{self, FLOW_HEAD, Frame, Stamp};
 use crate::options::{Limits, ms};
 use crate::peer::PeerShell;
-use crate::transport::{FrameSink, FrameSource, LaneClass, LinkError, OutFrame};
+use crate::signal::Signal;
+use crate::transport::{BoxFuture, FrameSink, FrameSource, LaneClass, LinkError, OutFrame};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::runtime::Handle;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
 /// Names a flow between two nodes and one direction; both ends derive it from the same plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -81,6 +82,8 @@ enum Path {
     Closed,
     /// On the link `.0`.
     Lane(u64, Box<dyn FrameSink>),
+    /// A write on it is under way; kept here so that a dropped `send` leaves no half frame.
+    Busy(BoxFuture<'static, (u64, Box<dyn FrameSink>, Result<(), LinkError>)>),
 }
 
 impl FlowSender {
@@ -100,8 +103,8 @@ impl FlowSender {
         Self { peer, flow, class, stamp, open_ms, handle, path }
     }
 
-    /// Hands a frame over; waits while the peer does not read. If the future is dropped before it
-    /// is ready, the frame may be lost and the flow reopens with the next one.
+    /// Hands a frame over; waits while the peer does not read. A future dropped before it is ready
+    /// may have sent its frame or not; if it began, the next send completes it first.
     pub async fn send(&self, frame: FlowFrame) -> Result<(), FlowError> {
         let (size, limit) = (frame.payload.len(), self.peer.limits.flow_frame_bytes);
         if size > limit {
@@ -117,11 +120,10 @@ impl FlowSender {
             }
             return Ok(());
         }
-        // Taken out, so that a dropped future leaves no half-written lane behind.
+        self.complete(&mut path).await?;
         let (token, mut sink) = match std::mem::replace(&mut *path, Path::Closed) {
             Path::Lane(token, sink) => {
-                let now = self.peer.view.borrow().as_ref().map(|view| view.token);
-                if now != Some(token) {
+                if self.peer.view.get().map(|view| view.token) != Some(token) {
                     let reason = self.peer.down_reason();
                     return Err(self.link_down(
                         reason.unwrap_or_else(|| "frames of the old link may be lost".into()),
@@ -132,11 +134,28 @@ impl FlowSender {
             _ => self.open().await?,
         };
         let head = frame::flow_head(frame.epoch, frame.step, frame.tag);
-        sink.send(vec![OutFrame { head, body: frame.payload }])
-            .await
-            .map_err(|error| self.failed(error))?;
-        *path = Path::Lane(token, sink);
-        Ok(())
+        let frames = vec![OutFrame { head, body: frame.payload }];
+        *path = Path::Busy(Box::pin(async move {
+            let sent = sink.send(frames).await;
+            (token, sink, sent)
+        }));
+        self.complete(&mut path).await
+    }
+
+    /// Ends the write that is under way, if one is.
+    async fn complete(&self, path: &mut Path) -> Result<(), FlowError> {
+        let Path::Busy(write) = path else { return Ok(()) };
+        let (token, sink, sent) = write.await;
+        match sent {
+            Ok(()) => {
+                *path = Path::Lane(token, sink);
+                Ok(())
+            }
+            Err(error) => {
+                *path = Path::Closed;
+                Err(self.failed(error))
+            }
+        }
     }
 
     /// [`Self::send`] for device threads; panics on a tokio worker thread.
@@ -145,12 +164,8 @@ impl FlowSender {
     }
 
     async fn open(&self) -> Result<(u64, Box<dyn FrameSink>), FlowError> {
-        let mut views = self.peer.view.subscribe();
-        let wait = views.wait_for(Option::is_some);
-        let view = match tokio::time::timeout(ms(self.open_ms), wait).await {
-            Ok(Ok(view)) => view.clone(),
-            _ => None,
-        };
+        let up = self.peer.view.until(Clone::clone);
+        let view = tokio::time::timeout(ms(self.open_ms), up).await.ok();
         let Some(view) = view else {
             let reason = self.peer.down_reason().unwrap_or_else(|| "no link".into());
             return Err(self.link_down(reason));
@@ -190,7 +205,7 @@ impl Drop for FlowSender {
                 let _ = slot.tx.try_send(Event::Finished);
                 self.peer.flows.forget_unclaimed(self.flow, slot);
             }
-            Path::Closed => {}
+            Path::Closed | Path::Busy(_) => {}
         }
     }
 }
@@ -265,7 +280,7 @@ enum Event {
 struct Slot {
     tx: mpsc::Sender<Event>,
     rx: Mutex<Option<mpsc::Receiver<Event>>>,
-    claimed: watch::Sender<bool>,
+    claimed: Signal<bool>,
     /// Held by the lane that feeds the receiver: a reopened flow waits for the end of the old.
     turn: tokio::sync::Mutex<()>,
 }
@@ -286,7 +301,7 @@ impl Flows {
         Arc::new(Slot {
             tx,
             rx: Mutex::new(Some(rx)),
-            claimed: watch::Sender::new(false),
+            claimed: Signal::new(false),
             turn: tokio::sync::Mutex::new(()),
         })
     }
@@ -311,7 +326,7 @@ impl Flows {
                 }
             }
         };
-        slot.claimed.send_replace(true);
+        slot.claimed.set(true);
         (slot, rx)
     }
 
@@ -323,7 +338,7 @@ impl Flows {
     }
 
     fn forget_unclaimed(&self, flow: FlowId, slot: &Arc<Slot>) {
-        if !*slot.claimed.borrow() {
+        if !slot.claimed.get() {
             self.remove(flow, slot);
         }
     }
@@ -347,9 +362,8 @@ impl Flows {
             return;
         }
         let slot = flows.slot(flow);
-        let mut claimed = slot.claimed.subscribe();
         let ready = async {
-            let _ = claimed.wait_for(|claimed| *claimed).await;
+            slot.claimed.until(|claimed| claimed.then_some(())).await;
             slot.turn.lock().await
         };
         let _turn = tokio::select! {

@@ -19,6 +19,7 @@ mod peer;
 mod prng;
 pub mod procs;
 mod session;
+mod signal;
 pub mod supervise;
 pub mod telemetry;
 pub mod transport;

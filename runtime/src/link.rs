@@ -93,7 +93,7 @@ pub(crate) async fn keep_linked(core: Arc<Core>, peer: Arc<PeerShell>) {
     }
 }
 
-async fn until(at: Option<Instant>) {
+pub(crate) async fn until(at: Option<Instant>) {
     match at {
         Some(at) => tokio::time::sleep_until(at).await,
         None => std::future::pending().await,

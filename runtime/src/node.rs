@@ -20,10 +20,9 @@ use bytes::{Bytes, BytesMut};
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 use tokio::runtime::Handle;
-use tokio::sync::{Semaphore, broadcast, watch};
+use tokio::sync::{Notify, Semaphore, broadcast, watch};
 use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
@@ -338,7 +337,7 @@ pub(crate) struct Core {
     lease: watch::Sender<Lease>,
     holders: Mutex<BTreeMap<NodeName, LeaseHolder>>,
     clock: Instant,
-    lease_until_ms: AtomicU64,
+    renewed: Notify,
     hellos: Arc<Semaphore>,
     tasks: Mutex<Vec<AbortHandle>>,
 }
@@ -375,7 +374,7 @@ impl Core {
             lease: watch::Sender::new(lease),
             holders: Mutex::new(BTreeMap::new()),
             clock: now,
-            lease_until_ms: AtomicU64::new(0),
+            renewed: Notify::new(),
             hellos: Arc::new(Semaphore::new(options.limits.pending_hellos.max(1))),
             tasks: Mutex::new(Vec::new()),
             options,
@@ -532,10 +531,10 @@ impl Core {
         metrics::counter!("dunlin_quic_lost_packets_total", "peer" => peer.name.to_string())
             .absolute(stats.lost_packets);
         if self.options.head.as_ref() == Some(&peer.name) {
-            self.lease_until_ms.fetch_max(until, Ordering::AcqRel);
             let until = self.clock + ms(until);
             if until > Instant::now() {
                 self.lease.send_replace(Lease::Live { until });
+                self.renewed.notify_one();
             }
         }
     }
@@ -552,25 +551,20 @@ impl Core {
 
     /// Lets the lease run out.
     async fn watch_lease(self: Arc<Self>) {
-        let mut lease = self.lease.subscribe();
         loop {
-            let now = *lease.borrow_and_update();
+            let now = *self.lease.borrow();
             let until = match now {
-                Lease::Live { until } => until,
+                Lease::Live { until } => Some(until),
                 Lease::Permanent => return,
-                Lease::Expired { .. } => {
-                    if lease.changed().await.is_err() {
-                        return;
-                    }
-                    continue;
-                }
+                Lease::Expired { .. } => None,
             };
             tokio::select! {
                 biased;
-                changed = lease.changed() => if changed.is_err() { return },
-                _ = tokio::time::sleep_until(until) => {
+                _ = self.renewed.notified() => {}
+                _ = link::until(until) => {
                     tracing::warn!(node = %self.me.name, "the lease ran out");
-                    self.lease.send_replace(Lease::Expired { since: until });
+                    let since = until.unwrap_or_else(Instant::now);
+                    self.lease.send_replace(Lease::Expired { since });
                 }
             }
         }

@@ -11,6 +11,7 @@ use crate::membership::{Admission, Life, Me, Situation};
 use crate::options::{Limits, ms};
 use crate::prng::fnv;
 use crate::session::{Cost, Incoming, Outgoing, Verdict};
+use crate::signal::Signal;
 use crate::transport::{Link, OutFrame};
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
@@ -18,7 +19,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
-use tokio::sync::{Notify, oneshot, watch};
+use tokio::sync::{Notify, oneshot};
 use tokio::time::Instant;
 
 pub(crate) struct PeerShell {
@@ -26,7 +27,7 @@ pub(crate) struct PeerShell {
     pub limits: Limits,
     pub flows: Flows,
     /// The current link, for flows and for those who wait for one.
-    pub view: watch::Sender<Option<View>>,
+    pub view: Signal<Option<View>>,
     /// Wakes the task that dials.
     pub wake: Notify,
     lane_ready: [Notify; LANES],
@@ -153,7 +154,7 @@ impl PeerShell {
             name,
             limits,
             flows: Flows::new(limits),
-            view: watch::Sender::new(None),
+            view: Signal::new(None),
             wake: Notify::new(),
             lane_ready: std::array::from_fn(|_| Notify::new()),
             state: Mutex::new(state),
@@ -412,7 +413,7 @@ impl PeerShell {
         if old.is_some() {
             state.since = Instant::now();
             state.reason = "a new link takes its place".into();
-            self.view.send_replace(None);
+            self.view.set(None);
         }
         let failed = self.meet(&mut state, admission, hello);
         let reply = state.hello(me, &self.name);
@@ -481,7 +482,7 @@ impl PeerShell {
         state.waiting_bytes = 0;
         drop(state);
         if let Some(link) = link {
-            self.view.send_replace(Some(View { token, link }));
+            self.view.set(Some(View { token, link }));
         }
         self.lane_ready.iter().for_each(Notify::notify_one);
         true
@@ -504,7 +505,7 @@ impl PeerShell {
             state.reason = reason.to_owned();
             state.last_error = Some(reason.to_owned());
             state.resume_until = Some(Instant::now() + ms(resume_ms));
-            self.view.send_replace(None);
+            self.view.set(None);
         }
         let failed = match over && (was_up || token.is_none()) {
             true => state.end_session(),

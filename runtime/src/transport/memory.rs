@@ -11,13 +11,15 @@ use super::{
 };
 use crate::address::NodeName;
 use crate::prng::Prng;
+use crate::signal::Signal;
 use crate::transport::CloseCode;
 use bytes::{Bytes, BytesMut};
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
-use tokio::sync::{Semaphore, mpsc, watch};
+use tokio::sync::{Semaphore, mpsc};
 use tokio::time::Instant;
 
 /// Bytes a lane holds before its sender waits.
@@ -42,15 +44,14 @@ pub struct Rules {
 
 struct Shared {
     net: Mutex<Net>,
-    /// Rises with every change of rules or partitions.
-    changed: watch::Sender<u64>,
+    /// What is cut, apart from the rest because senders wait on it.
+    cut: Signal<BTreeSet<(NodeName, NodeName)>>,
 }
 
 struct Net {
     rng: Prng,
     rules: Rules,
     pair_rules: BTreeMap<(NodeName, NodeName), Rules>,
-    cut: BTreeSet<(NodeName, NodeName)>,
     listeners: BTreeMap<String, Listener>,
     links: Vec<Weak<LinkState>>,
     next_port: u32,
@@ -69,29 +70,28 @@ impl MemoryNetwork {
             rng: Prng::new(seed),
             rules: Rules::default(),
             pair_rules: BTreeMap::new(),
-            cut: BTreeSet::new(),
             listeners: BTreeMap::new(),
             links: Vec::new(),
             next_port: 1,
             frames: 0,
             lost: 0,
         };
-        Self(Arc::new(Shared { net: Mutex::new(net), changed: watch::Sender::new(0) }))
+        Self(Arc::new(Shared { net: Mutex::new(net), cut: Signal::new(BTreeSet::new()) }))
     }
 
     /// Sets the rules for every direction that has none of its own.
     pub fn set_rules(&self, rules: Rules) {
-        self.change(|net| net.rules = rules);
+        self.0.net.lock().rules = rules;
     }
 
     /// Sets the rules for what `from` sends to `to`.
     pub fn set_rules_between(&self, from: &NodeName, to: &NodeName, rules: Rules) {
-        self.change(|net| net.pair_rules.insert((from.clone(), to.clone()), rules));
+        self.0.net.lock().pair_rules.insert((from.clone(), to.clone()), rules);
     }
 
     /// Holds everything that `from` sends to `to` until [`Self::heal`]. One way.
     pub fn cut(&self, from: &NodeName, to: &NodeName) {
-        self.change(|net| net.cut.insert((from.clone(), to.clone())));
+        self.0.cut.update(|cut| cut.insert((from.clone(), to.clone())));
     }
 
     /// Cuts both ways.
@@ -102,14 +102,14 @@ impl MemoryNetwork {
 
     /// Ends the cuts between `a` and `b`, both ways.
     pub fn heal(&self, a: &NodeName, b: &NodeName) {
-        self.change(|net| {
-            net.cut.remove(&(a.clone(), b.clone()));
-            net.cut.remove(&(b.clone(), a.clone()));
+        self.0.cut.update(|cut| {
+            let there = cut.remove(&(a.clone(), b.clone()));
+            cut.remove(&(b.clone(), a.clone())) || there
         });
     }
 
     pub fn heal_all(&self) {
-        self.change(|net| net.cut.clear());
+        self.0.cut.set(BTreeSet::new());
     }
 
     /// Breaks every link between `a` and `b`; both ends see a reset.
@@ -127,20 +127,15 @@ impl MemoryNetwork {
     pub fn crash(&self, node: &NodeName) {
         let links: Vec<_> = self.0.net.lock().links.iter().filter_map(Weak::upgrade).collect();
         for link in links.into_iter().filter(|link| link.names.contains(node)) {
-            link.dead.send_replace(true);
+            link.dead.store(true, Ordering::Release);
         }
-        self.change(|net| net.listeners.retain(|_, l| l.name != *node));
+        self.0.net.lock().listeners.retain(|_, l| l.name != *node);
     }
 
     /// Frames sent and frames lost so far.
     pub fn counts(&self) -> (u64, u64) {
         let net = self.0.net.lock();
         (net.frames, net.lost)
-    }
-
-    fn change<R>(&self, change: impl FnOnce(&mut Net) -> R) {
-        change(&mut self.0.net.lock());
-        self.0.changed.send_modify(|n| *n += 1);
     }
 }
 
@@ -220,9 +215,7 @@ impl Endpoint for MemoryEndpoint {
         let links: Vec<_> = net.links.iter().filter_map(Weak::upgrade).collect();
         drop(net);
         for link in links.into_iter().filter(|link| link.names.contains(&self.name)) {
-            if !*link.dead.borrow() {
-                link.end(reason.clone());
-            }
+            link.end(reason.clone());
         }
         Box::pin(async {})
     }
@@ -242,14 +235,17 @@ impl Drop for MemoryEndpoint {
 struct LinkState {
     network: MemoryNetwork,
     names: [NodeName; 2],
-    ended: watch::Sender<Option<CloseReason>>,
-    /// One of the two nodes has crashed: nothing passes any more.
-    dead: watch::Sender<bool>,
+    ended: Signal<Option<CloseReason>>,
+    /// One of the two nodes has crashed: nothing passes any more, not even an end.
+    dead: AtomicBool,
 }
 
 impl LinkState {
     fn end(&self, reason: CloseReason) {
-        self.ended.send_if_modified(|ended| {
+        if self.dead.load(Ordering::Acquire) {
+            return;
+        }
+        self.ended.update(|ended| {
             let first = ended.is_none();
             ended.get_or_insert(reason);
             first
@@ -257,16 +253,11 @@ impl LinkState {
     }
 
     fn error(&self) -> Option<LinkError> {
-        self.ended.borrow().clone().map(LinkError::Down)
+        self.ended.get().map(LinkError::Down)
     }
 
     async fn until_ended(&self) -> CloseReason {
-        let mut ended = self.ended.subscribe();
-        match ended.wait_for(Option::is_some).await {
-            Ok(reason) => reason.clone(),
-            Err(_) => None,
-        }
-        .unwrap_or_else(|| CloseReason::new(CloseCode::Lost, "the network is gone"))
+        self.ended.until(Clone::clone).await
     }
 }
 
@@ -283,8 +274,8 @@ impl MemoryLink {
         let state = Arc::new(LinkState {
             network: network.clone(),
             names: [a.clone(), b.clone()],
-            ended: watch::Sender::new(None),
-            dead: watch::Sender::new(false),
+            ended: Signal::new(None),
+            dead: AtomicBool::new(false),
         });
         let mut net = network.0.net.lock();
         net.links.retain(|link| link.strong_count() > 0);
@@ -353,9 +344,7 @@ impl Link for MemoryLink {
     }
 
     fn close(&self, reason: CloseReason) {
-        if !*self.state.dead.borrow() {
-            self.state.end(reason);
-        }
+        self.state.end(reason);
     }
 
     fn closed(&self) -> BoxFuture<'_, CloseReason> {
@@ -460,13 +449,9 @@ impl MemorySource {
             None => return Err(LinkError::Reset),
         };
         tokio::time::sleep_until(at).await;
-        let mut dead = self.state.dead.subscribe();
-        if *dead.borrow_and_update() {
-            std::future::pending::<()>().await;
-        }
         let names = &self.state.names;
         self.state.network.0.pass(&names[self.from], &names[1 - self.from]).await;
-        if *dead.borrow_and_update() {
+        if self.state.dead.load(Ordering::Acquire) {
             std::future::pending::<()>().await;
         }
         match sent {
@@ -507,16 +492,7 @@ impl Drop for MemorySource {
 impl Shared {
     /// Waits until nothing is cut between the two.
     async fn pass(&self, from: &NodeName, to: &NodeName) {
-        let mut changed = self.changed.subscribe();
         let path = (from.clone(), to.clone());
-        loop {
-            changed.borrow_and_update();
-            if !self.net.lock().cut.contains(&path) {
-                return;
-            }
-            if changed.changed().await.is_err() {
-                return;
-            }
-        }
+        self.cut.until(|cut| (!cut.contains(&path)).then_some(())).await;
     }
 }

@@ -12,11 +12,8 @@ async fn story(seed: u64) -> Vec<String> {
     let network = MemoryNetwork::new(seed);
     let harness = MemoryHarness(network.clone());
     let names = ["a", "b", "c", "d", "e"];
-    let rules = Rules {
-        delay: Duration::from_millis(3),
-        jitter: Duration::from_millis(4),
-        loss: 0.002,
-    };
+    let rules =
+        Rules { delay: Duration::from_millis(3), jitter: Duration::from_millis(4), loss: 0.002 };
     network.set_rules(rules);
     let began = Instant::now();
     let mut nodes: Vec<Node> = Vec::new();
@@ -33,7 +30,7 @@ async fn story(seed: u64) -> Vec<String> {
             _ => {}
         }
         let (from, to) = (i % 5, (i * 3 + 1) % 5);
-        let call = Ask::Echo(vec![i as u8; 100]);
+        let call = Ask::Echo(vec![i as u8; 4]);
         let answer = nodes[from].call::<Echo>(&exports[to].1, &call, SECOND).await;
         let cast = nodes[from].cast::<Echo>(&exports[to].1, &(i as u64));
         log.push(format!("{:?} {i} {answer:?} {cast:?}", began.elapsed()));
@@ -59,7 +56,8 @@ fn simulate(seed: u64) -> Vec<String> {
 fn the_same_seed_tells_the_same_story() {
     for seed in 1..4 {
         let (first, second) = (simulate(seed), simulate(seed));
-        assert_eq!(first, second, "seed {seed}");
+        let differ = first.iter().zip(&second).find(|(a, b)| a != b);
+        assert_eq!(differ, None, "seed {seed}");
         let lost = first.last().unwrap();
         assert!(!lost.ends_with(", 0)"), "nothing was lost: {lost}");
     }
@@ -130,7 +128,8 @@ async fn wrong_options_are_refused_at_start() {
         change(&mut options);
         Node::start(options, Arc::new(network.clone()))
     };
-    let message = |result: Result<Node, dunlin_runtime::StartError>| result.unwrap_err().to_string();
+    let message =
+        |result: Result<Node, dunlin_runtime::StartError>| result.unwrap_err().to_string();
     let own = start(|o| *o = o.clone().peer(name("a"), "x:1")).await;
     assert!(message(own).contains("its own peer"));
     let head = start(|o| o.head = Some(name("z"))).await;

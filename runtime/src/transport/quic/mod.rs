@@ -21,6 +21,7 @@ use super::{
 use crate::address::NodeName;
 use crate::certs::NodeIdentity;
 use crate::options::ms;
+use parking_lot::Mutex;
 use quinn::{ConnectionError, TransportConfig, VarInt};
 use std::net::SocketAddr;
 use std::sync::Arc;
@@ -104,7 +105,7 @@ impl QuicTransport {
             self.identity.cluster_id,
         ));
         Ok(QuicEndpoint {
-            endpoint,
+            endpoint: Mutex::new(Some(endpoint)),
             client,
             local,
             cluster_id: self.identity.cluster_id,
@@ -125,8 +126,7 @@ impl Transport for QuicTransport {
                 let detail = format!("they belong to node {}", self.identity.node);
                 return Err(BindError::Certificate { node: name.clone(), detail });
             }
-            let bad =
-                |detail: String| BindError::Address { address: listen.to_owned(), detail };
+            let bad = |detail: String| BindError::Address { address: listen.to_owned(), detail };
             let mut found =
                 tokio::net::lookup_host(listen).await.map_err(|e| bad(e.to_string()))?;
             let address = found.next().ok_or_else(|| bad("it resolves to nothing".into()))?;
@@ -169,7 +169,8 @@ fn endpoint_config(identity: &NodeIdentity, options: &QuicOptions) -> quinn::End
 }
 
 struct QuicEndpoint {
-    endpoint: quinn::Endpoint,
+    /// Given up on close, which frees the port.
+    endpoint: Mutex<Option<quinn::Endpoint>>,
     client: quinn::ClientConfig,
     local: SocketAddr,
     cluster_id: [u8; 16],
@@ -188,18 +189,19 @@ impl Endpoint for QuicEndpoint {
         address: &'a str,
     ) -> BoxFuture<'a, Result<Arc<dyn Link>, DialError>> {
         Box::pin(async move {
+            let endpoint = self.endpoint.lock().clone().ok_or(DialError::Closed)?;
             let resolve = |detail: String| DialError::Resolve { address: address.into(), detail };
             let found =
                 tokio::net::lookup_host(address).await.map_err(|e| resolve(e.to_string()))?;
             let name = NodeIdentity::dns_name(peer.as_str(), &self.cluster_id);
-            let mut last = resolve("it resolves to nothing that this node's socket can reach".into());
+            let mut last =
+                resolve("it resolves to nothing that this node's socket can reach".into());
             for target in found.filter(|a| a.is_ipv4() || self.local.is_ipv6()) {
-                let connecting =
-                    self.endpoint.connect_with(self.client.clone(), target, &name).map_err(|e| {
-                        match e {
-                            quinn::ConnectError::EndpointStopping => DialError::Closed,
-                            other => resolve(other.to_string()),
-                        }
+                let connecting = endpoint
+                    .connect_with(self.client.clone(), target, &name)
+                    .map_err(|e| match e {
+                        quinn::ConnectError::EndpointStopping => DialError::Closed,
+                        other => resolve(other.to_string()),
                     })?;
                 match connecting.await {
                     Ok(connection) => {
@@ -222,9 +224,9 @@ impl Endpoint for QuicEndpoint {
         const LINGER: Duration = Duration::from_millis(500);
         Box::pin(async move {
             self.task.abort();
-            let text = cut(&reason.text);
-            self.endpoint.close(reason.code.to_wire().into(), text);
-            let _ = tokio::time::timeout(LINGER, self.endpoint.wait_idle()).await;
+            let Some(endpoint) = self.endpoint.lock().take() else { return };
+            endpoint.close(reason.code.to_wire().into(), cut(&reason.text));
+            let _ = tokio::time::timeout(LINGER, endpoint.wait_idle()).await;
         })
     }
 }

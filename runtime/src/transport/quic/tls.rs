@@ -18,10 +18,9 @@ pub(super) fn server(
     options: &QuicOptions,
 ) -> Result<quinn::ServerConfig, String> {
     let provider = provider();
-    let verifier =
-        WebPkiClientVerifier::builder_with_provider(roots(identity)?, provider.clone())
-            .build()
-            .map_err(|e| e.to_string())?;
+    let verifier = WebPkiClientVerifier::builder_with_provider(roots(identity)?, provider.clone())
+        .build()
+        .map_err(|e| e.to_string())?;
     let mut tls = rustls::ServerConfig::builder_with_provider(provider)
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(|e| e.to_string())?
