@@ -4,7 +4,7 @@
 //! bulk data does not delay them. This module decides nothing about whom to trust
 //! (`membership.rs`) or what a message means (`node.rs`).
 
-use crate::address::Peer;
+use crate::address::{Incarnation, Peer};
 use crate::flow::{FlowId, Flows};
 use crate::frame::{
     self, Content, Frame, FrameError, Hello, LANES, MAX_MAIL_HEAD, MAX_SMALL_FRAME, Refusal,
@@ -239,7 +239,7 @@ async fn meet(
         Ok(_) => Err(membership::refuse_frame(&FrameError::Unexpected)),
         Err(error) => Err(membership::refuse_frame(&error)),
     };
-    let (peer, token, welcome, old) = match judged {
+    let (peer, token, welcome, replaced) = match judged {
         Ok(judged) => judged,
         Err(refusal) => {
             if refusal.code != RefusalCode::Busy {
@@ -253,8 +253,9 @@ async fn meet(
         }
     };
     *joining = Some((peer.clone(), token));
-    if old.is_some() {
-        core.peer_down(&peer, "a new link takes its place");
+    if let Some(incarnation) = replaced {
+        let who = Peer { node: peer.name.clone(), incarnation };
+        core.peer_down(who, "a new link takes its place");
     }
     put(&mut sink, core.stamp, &Frame::Welcome(welcome)).await.map_err(text)?;
     let bytes = source.recv(MAX_SMALL_FRAME).await.map_err(text)?.ok_or("no ready")?;
@@ -265,7 +266,7 @@ async fn meet(
     Ok((peer, token, sink, source))
 }
 
-type Judged = (Arc<PeerShell>, u64, Hello, Option<u64>);
+type Judged = (Arc<PeerShell>, u64, Hello, Option<Incarnation>);
 
 fn judge(core: &Core, link: &Arc<dyn Link>, hello: Hello) -> Result<Judged, Refusal> {
     membership::check(&core.me, &hello, &link.proven_names(), None)?;
@@ -274,8 +275,9 @@ fn judge(core: &Core, link: &Arc<dyn Link>, hello: Hello) -> Result<Judged, Refu
         ours: format!("{} knows no such node", core.me.name),
         theirs: hello.node.to_string(),
     })?;
-    let (token, welcome, old) = peer.admit(&core.me, &hello)?;
-    Ok((peer, token, welcome, old))
+    let resume_ms = core.options.timing.resume_ms;
+    let (token, welcome, replaced) = peer.admit(&core.me, &hello, resume_ms)?;
+    Ok((peer, token, welcome, replaced))
 }
 
 // ---- a link that is up ---------------------------------------------------------------------

@@ -234,7 +234,8 @@ impl Node {
         let peer = core.peers.read().get(node).cloned();
         let Some(peer) = peer else { return };
         if peer.down(None, reason, true, 0) {
-            core.peer_down(&peer, reason);
+            let incarnation = peer.incarnation();
+            core.peer_down(Peer { node: node.clone(), incarnation }, reason);
         }
     }
 
@@ -483,20 +484,19 @@ impl Core {
         if let Some(holder) = self.holders.lock().get_mut(&peer.name) {
             holder.new_link();
         }
-        self.emit(PeerEvent::Up { peer: who });
+        self.emit(PeerEvent::Up { peer: who.clone() });
         let core = self.clone();
         self.spawn(async move {
             let reason = link::run(core.clone(), peer.clone(), link, token, (sink, source)).await;
             let over = reason.code == CloseCode::Shutdown;
             let resume_ms = core.options.timing.resume_ms;
             if peer.down(Some(token), &reason.text, over, resume_ms) {
-                core.peer_down(&peer, &reason.text);
+                core.peer_down(who, &reason.text);
             }
         });
     }
 
-    pub fn peer_down(&self, peer: &PeerShell, reason: &str) {
-        let who = Peer { node: peer.name.clone(), incarnation: peer.incarnation() };
+    pub fn peer_down(&self, who: Peer, reason: &str) {
         tracing::info!(node = %self.me.name, peer = %who, reason, "link down");
         self.emit(PeerEvent::Down { peer: who, reason: reason.to_owned() });
     }

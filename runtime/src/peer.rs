@@ -377,12 +377,13 @@ impl PeerShell {
     }
 
     /// A peer's hello came in on a link that it dialled: admits or refuses it. On admission the
-    /// old link, if any, is over; its token is returned.
+    /// old link, if there was one, is over; with whom it was is returned.
     pub fn admit(
         &self,
         me: &Me,
         hello: &Hello,
-    ) -> Result<(u64, Hello, Option<u64>), frame::Refusal> {
+        resume_ms: u64,
+    ) -> Result<(u64, Hello, Option<Incarnation>), frame::Refusal> {
         let heard_ms_ago = self.silent_ms();
         let mut state = self.state.lock();
         let situation = match (&state.link, state.joining) {
@@ -401,25 +402,26 @@ impl PeerShell {
         };
         let token = state.fresh();
         state.joining = Some((token, false));
-        let old = state.link.take().map(|up| {
+        let old = state.link.take();
+        let replaced = old.as_ref().map(|_| self.incarnation());
+        if let Some(up) = old {
             if let Some(link) = up.link {
                 link.close(crate::transport::CloseReason::new(
                     crate::transport::CloseCode::Replaced,
                     format!("replaced by a new link with {}", hello.incarnation),
                 ));
             }
-            up.token
-        });
-        if old.is_some() {
             state.since = Instant::now();
+            state.resume_until = Some(Instant::now() + ms(resume_ms));
+            self.wake.notify_one();
             state.reason = "a new link takes its place".into();
             self.view.set(None);
         }
         let failed = self.meet(&mut state, admission, hello);
         let reply = state.hello(me, &self.name);
         drop(state);
-        fail_all(failed, &format!("{} restarted as {}", self.name, hello.incarnation));
-        Ok((token, reply, old))
+        fail_all(failed, &over_reason(admission, hello));
+        Ok((token, reply, replaced))
     }
 
     /// The peer welcomed this node's dial. Returns the session for the closing `Ready`.
@@ -434,7 +436,7 @@ impl PeerShell {
         failed.extend(state.follow(hello.out_session));
         let session = state.out.id;
         drop(state);
-        fail_all(failed, &format!("{} restarted as {}", self.name, hello.incarnation));
+        fail_all(failed, &over_reason(admission, hello));
         Ok(session)
     }
 
@@ -659,6 +661,14 @@ impl State {
         let sent: Vec<u64> =
             self.pending.iter().filter(|(_, p)| !p.waiting).map(|(id, _)| *id).collect();
         sent.into_iter().filter_map(|id| self.pending.remove(&id)).collect()
+    }
+}
+
+/// Why calls fail when two lives meet and do not go on with their session.
+fn over_reason(admission: Admission, hello: &Hello) -> String {
+    match admission {
+        Admission::NewLife => format!("it was started again as {}", hello.incarnation),
+        Admission::SameLife => "the link was lost for too long".into(),
     }
 }
 

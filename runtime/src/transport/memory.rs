@@ -61,6 +61,8 @@ struct Net {
 
 struct Listener {
     name: NodeName,
+    /// False after a crash: the endpoint neither dials nor accepts any more.
+    alive: Arc<AtomicBool>,
     incoming: mpsc::Sender<Arc<dyn Link>>,
 }
 
@@ -117,7 +119,9 @@ impl MemoryNetwork {
         let links: Vec<_> = self.0.net.lock().links.iter().filter_map(Weak::upgrade).collect();
         for link in links {
             if link.names.contains(a) && link.names.contains(b) {
-                link.end(CloseReason::new(CloseCode::Lost, "reset by the network"));
+                let reason = CloseReason::new(CloseCode::Lost, "reset by the network");
+                link.end(0, &reason);
+                link.end(1, &reason);
             }
         }
     }
@@ -129,7 +133,11 @@ impl MemoryNetwork {
         for link in links.into_iter().filter(|link| link.names.contains(node)) {
             link.dead.store(true, Ordering::Release);
         }
-        self.0.net.lock().listeners.retain(|_, l| l.name != *node);
+        self.0.net.lock().listeners.retain(|_, listener| {
+            let other = listener.name != *node;
+            listener.alive.fetch_and(other, Ordering::AcqRel);
+            other
+        });
     }
 
     /// Frames sent and frames lost so far.
@@ -157,10 +165,13 @@ impl Transport for MemoryNetwork {
                 return Err(BindError::InUse { address, holder });
             }
             let (incoming, accepted) = mpsc::channel(ACCEPT_QUEUE);
-            net.listeners.insert(address.clone(), Listener { name: name.clone(), incoming });
+            let alive = Arc::new(AtomicBool::new(true));
+            let listener = Listener { name: name.clone(), alive: alive.clone(), incoming };
+            net.listeners.insert(address.clone(), listener);
             Ok(Arc::new(MemoryEndpoint {
                 network: self.clone(),
                 name: name.clone(),
+                alive,
                 address,
                 accepted: tokio::sync::Mutex::new(accepted),
             }) as Arc<dyn Endpoint>)
@@ -171,6 +182,7 @@ impl Transport for MemoryNetwork {
 struct MemoryEndpoint {
     network: MemoryNetwork,
     name: NodeName,
+    alive: Arc<AtomicBool>,
     address: String,
     accepted: tokio::sync::Mutex<mpsc::Receiver<Arc<dyn Link>>>,
 }
@@ -194,6 +206,9 @@ impl Endpoint for MemoryEndpoint {
                 let net = self.network.0.net.lock();
                 net.listeners.get(address).map(|l| (l.name.clone(), l.incoming.clone()))
             };
+            if !self.alive.load(Ordering::Acquire) {
+                std::future::pending::<()>().await;
+            }
             let (there, _) = find().ok_or_else(|| unreachable("nobody listens"))?;
             // A handshake needs both directions; a partition leaves the dial waiting.
             self.network.0.pass(&self.name, &there).await;
@@ -211,11 +226,15 @@ impl Endpoint for MemoryEndpoint {
 
     fn close(&self, reason: CloseReason) -> BoxFuture<'_, ()> {
         let mut net = self.network.0.net.lock();
-        net.listeners.remove(&self.address);
+        if self.alive.load(Ordering::Acquire) {
+            net.listeners.remove(&self.address);
+        }
         let links: Vec<_> = net.links.iter().filter_map(Weak::upgrade).collect();
         drop(net);
-        for link in links.into_iter().filter(|link| link.names.contains(&self.name)) {
-            link.end(reason.clone());
+        for link in links {
+            if let Some(me) = link.names.iter().position(|name| *name == self.name) {
+                link.end(me, &reason);
+            }
         }
         Box::pin(async {})
     }
@@ -223,9 +242,9 @@ impl Endpoint for MemoryEndpoint {
 
 impl Drop for MemoryEndpoint {
     fn drop(&mut self) {
-        self.accepted.get_mut().close();
         let mut net = self.network.0.net.lock();
-        if net.listeners.get(&self.address).is_some_and(|l| l.incoming.is_closed()) {
+        let mine = |listener: &Listener| Arc::ptr_eq(&listener.alive, &self.alive);
+        if net.listeners.get(&self.address).is_some_and(mine) {
             net.listeners.remove(&self.address);
         }
     }
@@ -235,29 +254,34 @@ impl Drop for MemoryEndpoint {
 struct LinkState {
     network: MemoryNetwork,
     names: [NodeName; 2],
-    ended: Signal<Option<CloseReason>>,
+    /// As each end knows it.
+    ended: [Signal<Option<CloseReason>>; 2],
     /// One of the two nodes has crashed: nothing passes any more, not even an end.
     dead: AtomicBool,
 }
 
 impl LinkState {
-    fn end(&self, reason: CloseReason) {
-        if self.dead.load(Ordering::Acquire) {
-            return;
+    /// Ends the link, at node number `me` at least.
+    fn end(&self, me: usize, reason: &CloseReason) {
+        let dead = self.dead.load(Ordering::Acquire);
+        for (i, ended) in self.ended.iter().enumerate().filter(|(i, _)| *i == me || !dead) {
+            ended.update(|ended| {
+                let first = ended.is_none();
+                ended.get_or_insert_with(|| match i == me {
+                    true => CloseReason::new(reason.code, format!("closed here: {}", reason.text)),
+                    false => reason.clone(),
+                });
+                first
+            });
         }
-        self.ended.update(|ended| {
-            let first = ended.is_none();
-            ended.get_or_insert(reason);
-            first
-        });
     }
 
-    fn error(&self) -> Option<LinkError> {
-        self.ended.get().map(LinkError::Down)
+    fn error(&self, me: usize) -> Option<LinkError> {
+        self.ended[me].get().map(LinkError::Down)
     }
 
-    async fn until_ended(&self) -> CloseReason {
-        self.ended.until(Clone::clone).await
+    async fn until_ended(&self, me: usize) -> CloseReason {
+        self.ended[me].until(Clone::clone).await
     }
 }
 
@@ -274,7 +298,7 @@ impl MemoryLink {
         let state = Arc::new(LinkState {
             network: network.clone(),
             names: [a.clone(), b.clone()],
-            ended: Signal::new(None),
+            ended: [Signal::new(None), Signal::new(None)],
             dead: AtomicBool::new(false),
         });
         let mut net = network.0.net.lock();
@@ -303,7 +327,7 @@ impl Link for MemoryLink {
 
     fn open(&self, _class: LaneClass) -> BoxFuture<'_, Result<Box<dyn FrameSink>, LinkError>> {
         Box::pin(async move {
-            if let Some(error) = self.state.error() {
+            if let Some(error) = self.state.error(self.me) {
                 return Err(error);
             }
             let (frames, queue) = mpsc::unbounded_channel();
@@ -317,6 +341,7 @@ impl Link for MemoryLink {
             let me = (self.state.names[self.me].clone(), self.peer().clone());
             Ok(Box::new(MemorySink {
                 state: self.state.clone(),
+                me: self.me,
                 path: me,
                 frames: Some(frames),
                 window,
@@ -336,19 +361,19 @@ impl Link for MemoryLink {
                         source.from = 1 - self.me;
                         Ok(Box::new(source) as Box<dyn FrameSource>)
                     }
-                    None => Err(LinkError::Down(self.state.until_ended().await)),
+                    None => Err(LinkError::Down(self.state.until_ended(self.me).await)),
                 },
-                reason = self.state.until_ended() => Err(LinkError::Down(reason)),
+                reason = self.state.until_ended(self.me) => Err(LinkError::Down(reason)),
             }
         })
     }
 
     fn close(&self, reason: CloseReason) {
-        self.state.end(reason);
+        self.state.end(self.me, &reason);
     }
 
     fn closed(&self) -> BoxFuture<'_, CloseReason> {
-        Box::pin(self.state.until_ended())
+        Box::pin(self.state.until_ended(self.me))
     }
 
     fn stats(&self) -> LinkStats {
@@ -363,6 +388,7 @@ enum Sent {
 
 struct MemorySink {
     state: Arc<LinkState>,
+    me: usize,
     path: (NodeName, NodeName),
     frames: Option<mpsc::UnboundedSender<Sent>>,
     window: Arc<Semaphore>,
@@ -381,8 +407,10 @@ impl MemorySink {
         if rules.loss > 0.0 && net.rng.unit() < rules.loss {
             net.lost += 1;
             drop(net);
-            self.state.end(CloseReason::new(CloseCode::Lost, "a frame was lost"));
-            return Err(self.state.error().unwrap_or(LinkError::Reset));
+            let reason = CloseReason::new(CloseCode::Lost, "a frame was lost");
+            self.state.end(1 - self.me, &reason);
+            self.state.end(self.me, &reason);
+            return Err(LinkError::Down(reason));
         }
         let jitter = match rules.jitter {
             Duration::ZERO => Duration::ZERO,
@@ -402,13 +430,13 @@ impl FrameSink for MemorySink {
                 let _ = out.send(source);
             }
             for frame in frames {
-                if let Some(error) = self.state.error() {
+                if let Some(error) = self.state.error(self.me) {
                     return Err(error);
                 }
                 let permits = frame.len().clamp(1, LANE_WINDOW) as u32;
                 tokio::select! {
                     biased;
-                    reason = self.state.until_ended() => return Err(LinkError::Down(reason)),
+                    reason = self.state.until_ended(self.me) => return Err(LinkError::Down(reason)),
                     permit = self.window.clone().acquire_many_owned(permits) => match permit {
                         Ok(permit) => permit.forget(),
                         Err(_) => return Err(LinkError::Stopped),
@@ -467,10 +495,10 @@ impl MemorySource {
 impl FrameSource for MemorySource {
     fn recv(&mut self, limit: usize) -> BoxFuture<'_, Result<Option<Bytes>, LinkError>> {
         Box::pin(async move {
-            let state = self.state.clone();
+            let (state, from) = (self.state.clone(), self.from);
             let frame = tokio::select! {
                 biased;
-                reason = state.until_ended() => Err(LinkError::Down(reason)),
+                reason = state.until_ended(1 - from) => Err(LinkError::Down(reason)),
                 frame = self.next() => frame,
             }?;
             match frame {

@@ -76,55 +76,12 @@ fn chunks(frames: Vec<OutFrame>) -> Result<Vec<Bytes>, LinkError> {
 
 pub(super) struct QuicSource {
     stream: RecvStream,
-    /// The rest of the last packet.
-    chunk: Bytes,
-    /// A frame, or its length, that came in parts.
-    partial: BytesMut,
-    /// Length of the frame that `partial` is, once known.
-    want: Option<usize>,
+    frames: Assembler,
 }
 
 impl QuicSource {
     pub fn new(stream: RecvStream) -> Self {
-        Self { stream, chunk: Bytes::new(), partial: BytesMut::new(), want: None }
-    }
-
-    /// A whole frame out of what has arrived. Nothing is lost if the caller stops in between.
-    fn take(&mut self, limit: usize) -> Result<Option<Bytes>, LinkError> {
-        if self.want.is_none() {
-            let mut length = [0; LENGTH];
-            if self.partial.is_empty() && self.chunk.len() >= LENGTH {
-                self.chunk.copy_to_slice(&mut length);
-            } else {
-                let missing = LENGTH.saturating_sub(self.partial.len()).min(self.chunk.len());
-                self.partial.put(self.chunk.split_to(missing));
-                if self.partial.len() < LENGTH {
-                    return Ok(None);
-                }
-                self.partial.copy_to_slice(&mut length);
-                self.partial.clear();
-            }
-            let size = u32::from_le_bytes(length) as usize;
-            if size > limit {
-                return Err(LinkError::TooBig { size, limit });
-            }
-            self.want = Some(size);
-        }
-        let Some(want) = self.want else { return Ok(None) };
-        if self.partial.is_empty() && self.chunk.len() >= want {
-            self.want = None;
-            return Ok(Some(self.chunk.split_to(want)));
-        }
-        if self.partial.is_empty() {
-            self.partial = BytesMut::with_capacity(want.min(RESERVE));
-        }
-        let missing = (want - self.partial.len()).min(self.chunk.len());
-        self.partial.put(self.chunk.split_to(missing));
-        if self.partial.len() < want {
-            return Ok(None);
-        }
-        self.want = None;
-        Ok(Some(std::mem::take(&mut self.partial).freeze()))
+        Self { stream, frames: Assembler::default() }
     }
 }
 
@@ -132,17 +89,142 @@ impl FrameSource for QuicSource {
     fn recv(&mut self, limit: usize) -> BoxFuture<'_, Result<Option<Bytes>, LinkError>> {
         Box::pin(async move {
             loop {
-                if let Some(frame) = self.take(limit)? {
+                if let Some(frame) = self.frames.take(limit)? {
                     return Ok(Some(frame));
                 }
                 match self.stream.read_chunk(usize::MAX, true).await {
-                    Ok(Some(chunk)) => self.chunk = chunk.bytes,
-                    Ok(None) if self.partial.is_empty() && self.want.is_none() => return Ok(None),
+                    Ok(Some(chunk)) => self.frames.chunk = chunk.bytes,
+                    Ok(None) if self.frames.is_empty() => return Ok(None),
                     Ok(None) => return Err(LinkError::Truncated),
                     Err(ReadError::ConnectionLost(error)) => return Err(down(&error)),
                     Err(_) => return Err(LinkError::Reset),
                 }
             }
         })
+    }
+}
+
+/// Puts frames together from chunks that are cut anywhere. Pure.
+#[derive(Default)]
+struct Assembler {
+    /// The rest of the last chunk.
+    chunk: Bytes,
+    /// A frame, or its length, that came in parts.
+    partial: BytesMut,
+    /// Length of the frame that `partial` is, once known.
+    want: Option<usize>,
+}
+
+impl Assembler {
+    fn is_empty(&self) -> bool {
+        self.chunk.is_empty() && self.partial.is_empty() && self.want.is_none()
+    }
+
+    /// A whole frame out of what has arrived; `None` if another chunk is needed.
+    fn take(&mut self, limit: usize) -> Result<Option<Bytes>, LinkError> {
+        let want = match self.want {
+            Some(want) => want,
+            None => {
+                let Some(size) = self.take_length() else { return Ok(None) };
+                if size > limit {
+                    return Err(LinkError::TooBig { size, limit });
+                }
+                self.want = Some(size);
+                size
+            }
+        };
+        if self.partial.is_empty() {
+            if self.chunk.len() >= want {
+                self.want = None;
+                return Ok(Some(self.chunk.split_to(want)));
+            }
+            self.partial = BytesMut::with_capacity(want.min(RESERVE));
+        }
+        if !self.fill(want) {
+            return Ok(None);
+        }
+        self.want = None;
+        Ok(Some(std::mem::take(&mut self.partial).freeze()))
+    }
+
+    fn take_length(&mut self) -> Option<usize> {
+        let mut length = [0; LENGTH];
+        if self.partial.is_empty() && self.chunk.len() >= LENGTH {
+            self.chunk.copy_to_slice(&mut length);
+        } else {
+            if !self.fill(LENGTH) {
+                return None;
+            }
+            self.partial.copy_to_slice(&mut length);
+            self.partial.clear();
+        }
+        Some(u32::from_le_bytes(length) as usize)
+    }
+
+    /// Moves bytes from the chunk until `partial` has `size`; whether it has.
+    fn fill(&mut self, size: usize) -> bool {
+        let missing = size.saturating_sub(self.partial.len()).min(self.chunk.len());
+        self.partial.put(self.chunk.split_to(missing));
+        self.partial.len() >= size
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn frames() -> impl Strategy<Value = Vec<(Vec<u8>, Vec<u8>)>> {
+        let size = prop_oneof![0..40usize, 1000..1050usize, 3000..9000usize];
+        let bytes = size.prop_flat_map(|n| prop::collection::vec(any::<u8>(), n));
+        prop::collection::vec((prop::collection::vec(any::<u8>(), 0..60), bytes), 0..12)
+    }
+
+    proptest! {
+        #[test]
+        fn frames_survive_any_cutting(frames in frames(), cuts in prop::collection::vec(1usize..2000, 1..50)) {
+            let out = frames.iter().map(|(head, body)| OutFrame {
+                head: Bytes::from(head.clone()),
+                body: Bytes::from(body.clone()),
+            });
+            let mut wire = Bytes::from(chunks(out.collect()).unwrap().concat());
+            let (mut assembler, mut got) = (Assembler::default(), Vec::new());
+            let mut cuts = cuts.into_iter().cycle();
+            loop {
+                while let Some(frame) = assembler.take(1 << 20).unwrap() {
+                    got.push(frame.to_vec());
+                }
+                if wire.is_empty() {
+                    break;
+                }
+                let size = cuts.next().unwrap_or(1).min(wire.len());
+                assembler.chunk = wire.split_to(size);
+            }
+            let sent: Vec<_> = frames.into_iter().map(|(head, body)| [head, body].concat()).collect();
+            prop_assert_eq!(got, sent);
+            prop_assert!(assembler.is_empty());
+        }
+
+        #[test]
+        fn any_bytes_are_answered_within_bounds(
+            parts in prop::collection::vec(prop::collection::vec(any::<u8>(), 1..50), 0..20),
+        ) {
+            let mut assembler = Assembler::default();
+            'all: for part in parts {
+                assembler.chunk = Bytes::from(part);
+                loop {
+                    match assembler.take(100) {
+                        Ok(Some(frame)) => prop_assert!(frame.len() <= 100),
+                        Ok(None) => break,
+                        Err(LinkError::TooBig { size, limit: 100 }) => {
+                            prop_assert!(size > 100);
+                            break 'all;
+                        }
+                        Err(other) => prop_assert!(false, "{other}"),
+                    }
+                }
+                prop_assert!(assembler.partial.capacity() <= 4096);
+            }
+        }
     }
 }
