@@ -1,6 +1,6 @@
 //! What the ops of one transformer cost on this machine, op by op, beside what memory can deliver.
 //!
-//! `cargo bench -p dunlin-cpu -- [threads]`: a random model in the shape of SmolLM2-135M (Q4_1, Q8_0
+//! `cargo bench -p dunlin-cpu -- [threads] [fast|exact]`: a random model in the shape of SmolLM2-135M (Q4_1, Q8_0
 //! head), decoded and prefilled with synthetic activations; figures are the best of several runs,
 //! since other work only ever adds time. On one thread the clock is that thread's own processor
 //! time, which a busy machine hardly disturbs. `DUNLIN_CPU` chooses the instruction path.
@@ -46,7 +46,13 @@ fn main() {
     let bandwidth = read_bandwidth(threads);
     ALONE.store(threads == 1, Ordering::Relaxed);
     println!("read bandwidth: {:.1} GB/s on {threads} threads", bandwidth / 1e9);
+    let only = |name: &str| std::env::args().any(|a| a == name);
     for precision in [Precision::Fast, Precision::Exact] {
+        if precision == Precision::Fast && only("exact")
+            || precision == Precision::Exact && only("fast")
+        {
+            continue;
+        }
         let b = CpuBackend::new(CpuOptions { threads, precision, path: None }).expect("backend");
         println!("\n{} ({precision:?})", b.info().description);
         naive_twin(&b);
@@ -215,7 +221,7 @@ impl<'a> Model<'a> {
 
     fn measure(&mut self, rows: usize, past: usize, bandwidth: f64) {
         let mut best = (Duration::MAX, BTreeMap::new());
-        let runs = if rows > 16 { 4 } else { 30 };
+        let runs = if rows > 16 { 4 } else { 20 };
         for _ in 0..runs {
             let mut times = BTreeMap::new();
             let start = now();

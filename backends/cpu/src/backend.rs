@@ -6,7 +6,7 @@ use crate::experts;
 use crate::kv::{CpuKv, Write};
 use crate::lanes::{Kernel, LANES, dispatch};
 use crate::linear::{Context, Product, linear};
-use crate::memory::{Buf, free_bytes, total_bytes};
+use crate::memory::{Arena, Buf, free_bytes, total_bytes};
 use crate::pool::Pool;
 use crate::rope::{Rotate, Tables};
 use crate::rowops::{Add, Gated, RmsNorm};
@@ -52,6 +52,7 @@ pub struct CpuBackend {
 /// What one op at a time uses.
 struct Inner {
     pool: Pool,
+    arena: Arena,
     acts: Buf<ActBlock>,
     ropes: Tables,
     tasks: Vec<Task>,
@@ -72,6 +73,7 @@ impl CpuBackend {
             threads: options.threads,
             inner: Mutex::new(Inner {
                 pool,
+                arena: Arena::default(),
                 acts: Buf::empty(),
                 ropes: Tables::default(),
                 tasks: Vec::new(),
@@ -188,7 +190,8 @@ impl Backend for CpuBackend {
     }
 
     fn weight(&self, t: &HostTensor, part: &Part) -> Result<CpuWeight, BackendError> {
-        CpuWeight::pack(t, part, &mut self.inner().pool)
+        let Inner { arena, pool, .. } = &mut *self.inner();
+        CpuWeight::pack(t, part, arena, pool)
     }
 
     fn weight_bytes(&self, w: &CpuWeight) -> u64 {

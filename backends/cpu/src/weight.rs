@@ -13,7 +13,7 @@
 //! bits of `dequantize_row`.
 
 use crate::lanes::{Codes, LANES};
-use crate::memory::{ALIGN, Buf, free_bytes};
+use crate::memory::{ALIGN, Arena, Piece, free_bytes};
 use crate::pool::Pool;
 use crate::tensor::shape;
 use dunlin_backend::quant::{SUB_BLOCK, scale_min_k4, sub_block};
@@ -26,7 +26,7 @@ pub struct CpuWeight {
     pub(crate) rows: usize,
     pub(crate) cols: usize,
     pub(crate) layout: Layout,
-    pub(crate) data: Buf<u8>,
+    pub(crate) data: Piece,
 }
 
 /// What a kernel needs to know to walk the panels.
@@ -175,8 +175,13 @@ impl Form {
 }
 
 impl CpuWeight {
-    /// Repacks `part` of `t`, on all threads of `pool`.
-    pub(crate) fn pack(t: &HostTensor, part: &Part, pool: &mut Pool) -> Result<Self, BackendError> {
+    /// Repacks `part` of `t` into a piece of `arena`, on all threads of `pool`.
+    pub(crate) fn pack(
+        t: &HostTensor,
+        part: &Part,
+        arena: &mut Arena,
+        pool: &mut Pool,
+    ) -> Result<Self, BackendError> {
         check_part(t, part)?;
         let (rows, cols) = (part.rows.len(), part.cols.len());
         let layout = Layout::new(Form::of(t.dtype), t.dtype, &part.cols);
@@ -187,7 +192,7 @@ impl CpuWeight {
             let (device, need) = ("cpu".into(), bytes as u64);
             return Err(BackendError::OutOfMemory { device, what, need, free });
         }
-        let mut data = Buf::<u8>::new(bytes, &what, true)?;
+        let mut data = arena.take(bytes, &what)?;
         let base = Shared(data.as_mut_ptr());
         pool.run(panels, &|p| {
             // SAFETY: panel `p` is a range of the buffer that no other task touches.
