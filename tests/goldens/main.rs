@@ -1,0 +1,135 @@
+//! The forward pass against outputs of Hugging Face transformers (float32), teacher-forced: the
+//! golden ids are fed, and at every generated position our logits are compared with the golden's.
+//!
+//! Bounds. Exact: each of the ten golden logits within [`LOGIT_BOUND`], and the same likeliest
+//! token wherever the golden's margin is above [`CLEAR_MARGIN`] (float32 itself is only good to
+//! some 1e-4 here). Fast against exact, over the same positions: mean KL divergence at most
+//! [`MEAN_KL`] nats, the same likeliest token in at least [`AGREEMENT`] of them.
+//!
+//! The models are fetched by `tools/test`; the tiny ones lie in `tests/data`. How the goldens were
+//! made: `tools/make_fixtures.py` and the `meta` of each file.
+
+mod golden;
+mod runner;
+
+use dunlin_backend::{Backend, Precision, Reference};
+use dunlin_cpu::{CpuBackend, CpuOptions};
+use dunlin_model::loader::ModelFiles;
+use golden::{Golden, data, downloaded, steps_file, summary_file};
+use runner::{Runner, argmax, divergence};
+
+const LOGIT_BOUND: f32 = 5e-3;
+const CLEAR_MARGIN: f32 = 0.01;
+const MEAN_KL: f64 = 0.01;
+const AGREEMENT: f64 = 0.97;
+
+fn cpu(precision: Precision) -> CpuBackend {
+    CpuBackend::new(CpuOptions { precision, ..CpuOptions::default() }).expect("a CPU backend")
+}
+
+#[test]
+fn reference_matches_tiny_llama() {
+    tiny("tiny-llama", Reference);
+}
+
+#[test]
+fn reference_matches_tiny_mixtral() {
+    tiny("tiny-mixtral", Reference);
+}
+
+#[test]
+fn cpu_matches_tiny_llama() {
+    tiny("tiny-llama", cpu(Precision::Exact));
+}
+
+#[test]
+fn cpu_matches_tiny_mixtral() {
+    tiny("tiny-mixtral", cpu(Precision::Exact));
+}
+
+#[test]
+fn cpu_matches_smollm2() {
+    let model = ModelFiles::open(&downloaded("SmolLM2-135M-Instruct.Q4_1.gguf")).expect("a model");
+    let mut goldens = steps_file(&data("golden/smollm2-135m-instruct-q4_1.steps.json"));
+    goldens.extend(summary_file(&data("golden/smollm2-135m-instruct-q4_1.logits.json")));
+    exact_and_fast(&model, &goldens);
+}
+
+#[test]
+fn cpu_matches_gemma3() {
+    let model = ModelFiles::open(&downloaded("gemma-3-270m-q4_k_m.gguf")).expect("a model");
+    let goldens = summary_file(&data("golden/gemma3-270m-q4_k_m.logits.json"));
+    exact_and_fast(&model, &goldens);
+}
+
+fn tiny<B: Backend>(name: &str, backend: B) {
+    let model = ModelFiles::open(&data(name)).expect("a model");
+    let goldens = steps_file(&data(name).join("golden.json"));
+    assert!(goldens.len() >= 6, "{name} has {} prompts", goldens.len());
+    let mut runner = Runner::new(backend, &model, longest(&goldens));
+    for golden in &goldens {
+        compare(golden, &rows(&mut runner, golden));
+    }
+}
+
+/// Holds the exact mode to the goldens, and the fast mode to the exact one.
+fn exact_and_fast(model: &ModelFiles, goldens: &[Golden]) {
+    assert!(goldens.len() >= 12, "{} prompts", goldens.len());
+    let mut exact = Runner::new(cpu(Precision::Exact), model, longest(goldens));
+    let mut fast = Runner::new(cpu(Precision::Fast), model, longest(goldens));
+    let (mut count, mut agreed, mut kl) = (0, 0, 0.0);
+    for golden in goldens {
+        let oracle = rows(&mut exact, golden);
+        compare(golden, &oracle);
+        for (oracle, fast) in oracle.iter().zip(rows(&mut fast, golden)) {
+            count += 1;
+            agreed += usize::from(argmax(oracle) == argmax(&fast));
+            kl += divergence(oracle, &fast);
+        }
+    }
+    let (mean, share) = (kl / count as f64, agreed as f64 / count as f64);
+    println!("fast against exact: {count} positions, mean KL {mean:.5}, {share:.4} agree");
+    assert!(mean <= MEAN_KL, "mean KL {mean} over {count} positions");
+    assert!(share >= AGREEMENT, "the same token in {share} of {count} positions");
+}
+
+fn longest(goldens: &[Golden]) -> usize {
+    goldens.iter().map(|g| g.ids.len()).max().expect("a golden")
+}
+
+/// Logits at every generated position.
+fn rows<B: Backend>(runner: &mut Runner<B>, golden: &Golden) -> Vec<Vec<f32>> {
+    let fed = &golden.ids[..golden.ids.len() - 1];
+    let rows = runner.logits(fed, golden.prompt - 1);
+    assert_eq!(rows.len(), golden.drawn().len());
+    rows
+}
+
+fn compare(golden: &Golden, rows: &[Vec<f32>]) {
+    let mut worst = 0.0f32;
+    for (&step, top) in &golden.tops {
+        for &(id, want) in top {
+            let got = rows[step][id as usize];
+            worst = worst.max((got - want).abs());
+            assert!(
+                (got - want).abs() <= LOGIT_BOUND,
+                "{}: step {step}, token {id}: logit {got}, golden {want}",
+                golden.name
+            );
+        }
+    }
+    let mut clear = 0;
+    for (step, (&token, &margin)) in golden.drawn().iter().zip(&golden.margins).enumerate() {
+        if margin > CLEAR_MARGIN {
+            clear += 1;
+            let got = argmax(&rows[step]);
+            assert_eq!(got, token, "{}: step {step}, margin {margin}", golden.name);
+        }
+    }
+    println!(
+        "{}: {} logits, worst {worst:.5}; {clear} of {} tokens clear",
+        golden.name,
+        golden.tops.values().map(Vec::len).sum::<usize>(),
+        rows.len()
+    );
+}
