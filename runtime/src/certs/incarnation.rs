@@ -7,14 +7,15 @@ use super::{CertError, bundle_path, files};
 
 /// A number higher than any before for this node, kept in its bundle before it is returned.
 ///
-/// It is milliseconds since 1970, or one more than the last if the clock has gone back: so it also
-/// rises when the bundle is copied to a new machine.
+/// It is seconds since 1970, or one more than the last if that is higher (a clock that went back,
+/// lives shorter than a second): so it also rises when the bundle is copied to a new machine. It fits
+/// 40 bits for as long as clocks are sane.
 pub fn next_incarnation(dir: &Path, node: &str) -> Result<u64, CertError> {
     let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    next_at(dir, node, u64::try_from(now.as_millis()).unwrap_or(0))
+    next_at(dir, node, now.as_secs())
 }
 
-pub(super) fn next_at(dir: &Path, node: &str, now_ms: u64) -> Result<u64, CertError> {
+pub(super) fn next_at(dir: &Path, node: &str, now: u64) -> Result<u64, CertError> {
     let bundle = bundle_path(dir, node);
     if !bundle.is_dir() {
         return Err(CertError::NoBundle { node: node.to_string(), dir: dir.to_path_buf() });
@@ -22,7 +23,7 @@ pub(super) fn next_at(dir: &Path, node: &str, now_ms: u64) -> Result<u64, CertEr
     let path = bundle.join("incarnation");
     let _lock = files::lock(&bundle.join("lock"))?;
     let last = if path.exists() { Some(parse(&path)?) } else { None };
-    let next = last.map_or(now_ms, |last| now_ms.max(last.saturating_add(1)));
+    let next = last.map_or(now, |last| now.max(last.saturating_add(1)));
     files::write(&path, format!("{next}\n").as_bytes(), false)?;
     Ok(next)
 }

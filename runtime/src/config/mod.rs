@@ -146,6 +146,8 @@ pub struct SchedulerSection {
     pub max_waiting: u32,
     /// Steps in flight at once. Default: as many as the replica has stages.
     pub steps_in_flight: Option<u32>,
+    /// A step that is not done by then breaks its replica, which is then loaded anew. Default 30000.
+    pub step_deadline_ms: u64,
 }
 
 /// `[kv]`

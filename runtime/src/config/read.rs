@@ -276,6 +276,7 @@ fn scheduler(mut table: Reader<'_>) -> Result<SchedulerSection, ConfigError> {
         steps_in_flight: table
             .integer("steps_in_flight", 1, 64)?
             .and_then(|steps| u32::try_from(steps).ok()),
+        step_deadline_ms: table.integer("step_deadline_ms", 100, DAY_MS)?.unwrap_or(30_000),
     };
     table.finish()?;
     Ok(section)
