@@ -94,7 +94,7 @@ impl Engine for HashEngine {
         input: Option<&[f32]>,
         group: &mut dyn Collective,
     ) -> Result<StageOutput, EngineError> {
-        self.check(batch, input)?;
+        self.check(batch, input, group)?;
         let tokens = batch.tokens();
         let pause = self.spec.step_cost + self.spec.token_cost * tokens as u32;
         if !pause.is_zero() {
@@ -140,8 +140,16 @@ impl Engine for HashEngine {
 }
 
 impl HashEngine {
-    fn check(&self, batch: &Batch, input: Option<&[f32]>) -> Result<(), EngineError> {
+    fn check(
+        &self,
+        batch: &Batch,
+        input: Option<&[f32]>,
+        group: &dyn Collective,
+    ) -> Result<(), EngineError> {
         let bad = |what: String| Err(EngineError::BadBatch(what));
+        if group.size() != self.stage.ranks {
+            return bad(format!("a group of {} for {} ranks", group.size(), self.stage.ranks));
+        }
         let tokens = batch.tokens();
         if tokens == 0 || tokens > self.stage.max_tokens {
             return bad(format!("{tokens} tokens, the stage takes 1 to {}", self.stage.max_tokens));

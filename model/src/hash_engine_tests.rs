@@ -99,7 +99,8 @@ proptest! {
         layer in 0usize..3,
     ) {
         let blocks: Vec<u32> = (0..16).collect();
-        let mut engine = HashEngine::new(HashSpec { vocab: 1 << 30, ..spec() }, stage(0..3, 3)).unwrap();
+        let wide = HashSpec { vocab: 1 << 30, ..spec() };
+        let mut engine = HashEngine::new(wide, stage(0..3, 3)).unwrap();
         let run = |engine: &mut HashEngine, tokens: &[u32], position| {
             let batch = Batch { seqs: vec![seq(tokens, position, &blocks, 0.0)], copies: vec![] };
             match engine.step(&batch, None, &mut Alone).unwrap() {

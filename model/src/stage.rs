@@ -11,6 +11,8 @@ use std::sync::Arc;
 /// Everything immutable that a shard computes with; shared by its lives.
 pub struct StageWeights<B: Backend> {
     pub spec: ModelSpec,
+    /// Which part of the model this is (its KV sizes do not matter here).
+    pub stage: StageSpec,
     pub split: RankSplit,
     /// On the first stage.
     pub embedding: Option<B::Weight>,
@@ -55,7 +57,8 @@ pub enum StageError {
     #[error("tensor parallelism: {0}")]
     Split(#[from] SplitError),
     #[error(
-        "the stage wants layers {begin}..{end} and rank {rank} of {ranks}; the model has {have} layers"
+        "the stage wants layers {begin}..{end} and rank {rank} of {ranks}; \
+         the model has {have} layers"
     )]
     Stage { begin: usize, end: usize, rank: usize, ranks: usize, have: usize },
     #[error(
@@ -79,14 +82,13 @@ impl<B: Backend> StageWeights<B> {
         }
         let split = plan_split(&spec, stage.ranks)?.swap_remove(stage.rank);
         let loader = Loader { backend, source, spec: &spec, split: &split };
-        let tied = spec.tied_head || !has_weight(source, WeightId::Output);
-        let shares_embedding = tied && stage.first && stage.ranks == 1;
+        let tied = is_tied(source);
         let (vocab, hidden) = (spec.vocab, spec.hidden);
         let embedding = match stage.first {
             true => Some(loader.matrix(WeightId::TokenEmbedding, vocab, hidden, 0..vocab, None)?),
             false => None,
         };
-        let head = match stage.last && !shares_embedding {
+        let head = match stage.last && !shares_embedding(tied, stage) {
             true => {
                 let id = if tied { WeightId::TokenEmbedding } else { WeightId::Output };
                 Some(loader.matrix(id, vocab, hidden, split.vocab.clone(), None)?)
@@ -101,7 +103,23 @@ impl<B: Backend> StageWeights<B> {
         let rope = expand_rope(&spec.rope, spec.head_dim);
         let rope_local =
             spec.rope_local.as_ref().map_or(rope.clone(), |r| expand_rope(r, spec.head_dim));
-        Ok(Self { split, embedding, layers, output_norm, head, rope, rope_local, spec })
+        Ok(Self {
+            stage: stage.clone(),
+            split,
+            embedding,
+            layers,
+            output_norm,
+            head,
+            rope,
+            rope_local,
+            spec,
+        })
+    }
+
+    /// Whether these are the weights that `stage` computes with.
+    pub fn serve(&self, stage: &StageSpec) -> bool {
+        let part = |s: &StageSpec| (s.layers.clone(), s.first, s.last, s.rank, s.ranks);
+        part(&self.stage) == part(stage)
     }
 
     /// Device bytes of the matrices (norms are small).
@@ -120,38 +138,53 @@ impl<B: Backend> StageWeights<B> {
     }
 }
 
-/// Bytes of the stage's part in the file's own form: what loading it needs on a device that keeps
-/// weights as they are.
+/// Bytes of the matrices of a stage's (and rank's) part in the file's own form: what loading it
+/// needs on a device that keeps weights as they are.
 pub fn stage_bytes(source: &dyn WeightSource, stage: &StageSpec) -> u64 {
+    use WeightId::*;
     let spec = source.spec();
-    let size = |id| weight(source, id).map_or(0, |t| t.data.len() as u64);
-    let mut split = 0;
+    let size = |id| weight(source, id).map_or(0, |t| t.data.len() as u128);
+    // A refused split is reported when it is planned; here its sizes are those of an even one.
+    let split = plan_split(spec, stage.ranks).ok().and_then(|s| s.get(stage.rank).cloned());
+    let share = |part: fn(&RankSplit) -> usize, all: usize| match &split {
+        Some(split) => (part(split) as u128, all.max(1) as u128),
+        None => (1, stage.ranks.max(1) as u128),
+    };
+    let of = |bytes: u128, (part, all): (u128, u128)| bytes * part / all;
+    let heads = share(|s| s.heads.len(), spec.heads);
+    let kv_heads = share(|s| s.kv_heads.len(), spec.kv_heads);
+    let ffn = share(|s| s.ffn.len(), spec.moe.as_ref().map_or(spec.ffn, |moe| moe.ffn));
+    let vocab = share(|s| s.vocab.len(), spec.vocab);
+    let mut total = 0;
     for l in stage.layers.clone() {
-        use WeightId::*;
-        split += size(Q(l)) + size(K(l)) + size(V(l)) + size(AttnOut(l));
-        match &spec.moe {
-            None => split += size(Gate(l)) + size(Up(l)) + size(Down(l)),
-            Some(moe) => {
-                for e in 0..moe.experts {
-                    split += size(ExpertGate(l, e)) + size(ExpertUp(l, e)) + size(ExpertDown(l, e));
-                }
-            }
+        total += of(size(Q(l)) + size(AttnOut(l)), heads) + of(size(K(l)) + size(V(l)), kv_heads);
+        let experts = spec.moe.as_ref().map_or(0, |moe| moe.experts);
+        total += match experts {
+            0 => of(size(Gate(l)) + size(Up(l)) + size(Down(l)), ffn),
+            _ => size(Router(l)),
+        };
+        for e in 0..experts {
+            let bytes = size(ExpertGate(l, e)) + size(ExpertUp(l, e)) + size(ExpertDown(l, e));
+            total += of(bytes, ffn);
         }
     }
-    let embedding = size(WeightId::TokenEmbedding);
-    let head = match has_weight(source, WeightId::Output) {
-        true => size(WeightId::Output),
-        false => embedding,
-    };
-    let ranks = stage.ranks.max(1) as u64;
-    let mut total = split / ranks;
+    let tied = is_tied(source);
     if stage.first {
-        total += embedding;
+        total += size(TokenEmbedding);
     }
-    if stage.last && !(stage.first && spec.tied_head && ranks == 1) {
-        total += head / ranks;
+    if stage.last && !shares_embedding(tied, stage) {
+        total += of(size(if tied { TokenEmbedding } else { Output }), vocab);
     }
-    total
+    u64::try_from(total).unwrap_or(u64::MAX)
+}
+
+fn is_tied(source: &dyn WeightSource) -> bool {
+    source.spec().tied_head || !has_weight(source, WeightId::Output)
+}
+
+/// Whether the head is the embedding table itself, held once.
+fn shares_embedding(tied: bool, stage: &StageSpec) -> bool {
+    tied && stage.first && stage.last && stage.ranks == 1
 }
 
 /// Bytes of one KV block of the stage: keys and values, float32.
@@ -267,7 +300,8 @@ impl<B: Backend> Loader<'_, B> {
         })
     }
 
-    /// Rows `rows` (and columns `cols`, all if `None`) of a matrix that must be `[all_rows, all_cols]`.
+    /// Rows `rows` (and columns `cols`, all if `None`) of a matrix that must be
+    /// `[all_rows, all_cols]`.
     fn matrix(
         &self,
         id: WeightId,

@@ -24,12 +24,16 @@ pub struct TransformerEngine<B: Backend> {
 }
 
 impl<B: Backend> TransformerEngine<B> {
-    /// Makes KV store and workspace; the weights are there already.
+    /// Makes KV store and workspace; the weights are there already, and must be those of `stage`.
     pub fn new(
         backend: Arc<B>,
         weights: Arc<StageWeights<B>>,
         stage: StageSpec,
     ) -> Result<Self, BackendError> {
+        if !weights.serve(&stage) {
+            let detail = format!("weights of {:?} for {stage:?}", weights.stage);
+            return Err(BackendError::Shape { op: "engine", detail });
+        }
         let kv = backend.kv(&KvSpec {
             layers: stage.layers.len(),
             kv_heads: weights.split.kv_heads.len(),
