@@ -3,8 +3,14 @@
 //! A request's path: [`gateway`] accepts it, [`router`] logs and places it, [`scheduler`] plans
 //! each step over [`kv`] blocks, [`shard`] runs the plan.
 
+pub mod engines;
+pub mod gateway;
+pub mod host;
 pub mod kv;
 pub mod messages;
+pub mod placement;
 pub mod router;
 pub mod scheduler;
+pub mod shard;
+pub mod status;
 pub mod telemetry;

@@ -19,7 +19,9 @@ pub struct RequestId(pub u64);
 pub struct Attempt(pub u32);
 
 /// How often a replica has been placed; starts at 1.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Default, Serialize, Deserialize,
+)]
 pub struct ReplicaEpoch(pub u64);
 
 /// A validated request, as the gateway hands it to the router.
@@ -482,6 +484,8 @@ pub struct PlacementProtocol;
 pub enum PlacementCast {
     /// A shard or scheduler of this epoch is gone; `suspects` were in the failing step.
     ReplicaBroken { replica: String, epoch: ReplicaEpoch, reason: String, suspects: Vec<RequestId> },
+    /// The sending node wants to leave: its replicas get nothing new until it has come back.
+    NodeDraining { node: NodeName },
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

@@ -1,0 +1,34 @@
+//! The seam between the actors and what computes: devices of this node, the model's shape, and
+//! engines for a stage. Composition (the `dunlin` binary, or a test) implements it.
+
+use crate::messages::NodeDescription;
+use dunlin_model::engine::{Engine, StageSpec};
+
+/// What one node can run. Shared by every shard it hosts; keeps weights mapped across restarts
+/// of shards, so that building the same stage again reads no file.
+pub trait Engines: Send + Sync + 'static {
+    fn describe(&self) -> NodeDescription;
+    fn shape(&self) -> &dyn ModelShape;
+    /// Builds the engine of one shard. Blocking and possibly slow: called off the tokio workers.
+    /// The error names the device and the numbers that did not fit.
+    fn build(&self, device: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String>;
+}
+
+/// The sizes that placing a model needs.
+pub trait ModelShape: Send + Sync {
+    /// As users name it.
+    fn name(&self) -> &str;
+    fn layers(&self) -> usize;
+    /// Longest sequence, in tokens.
+    fn context(&self) -> usize;
+    /// Layers per stage for devices of these relative speeds; sums to `layers()`.
+    fn split_layers(&self, weights: &[f32]) -> Vec<usize>;
+    /// `Err` says why the model cannot be split over so many tensor ranks.
+    fn check_ranks(&self, ranks: usize) -> Result<(), String>;
+    /// Device bytes of a stage's weights and workspaces (not of its KV).
+    fn stage_bytes(&self, spec: &StageSpec) -> u64;
+    /// Device bytes of one KV block of a stage.
+    fn kv_block_bytes(&self, spec: &StageSpec) -> u64;
+    /// Namespace of prefix-cache keys: model hash, KV format, precision.
+    fn cache_namespace(&self) -> [u8; 16];
+}
