@@ -58,6 +58,17 @@ pub const ACTOR_METRICS: &[Metric] = &[
     // router
     Metric::gauge("dunlin_router_requests_open", "Requests in the token log that have not ended"),
     Metric::gauge("dunlin_router_requests_waiting", "Of these, not on any replica"),
+    Metric::counter("dunlin_router_requests_refused_total", "Refused before acceptance, by reason"),
+    Metric::counter("dunlin_router_requests_ended_total", "Ended requests, by outcome"),
+    Metric::counter("dunlin_router_casts_failed_total", "Messages that were not taken, by error"),
+    Metric::counter(
+        "dunlin_router_index_forgotten_total",
+        "Replicas whose part of the prefix index was dropped after a gap in KV events",
+    ),
+    Metric::counter(
+        "dunlin_stream_diverged_total",
+        "Duplicate tokens that differ from the log; must stay 0",
+    ),
     Metric::counter("dunlin_stream_replays_total", "Requests handed out again, by cause"),
     Metric::counter(
         "dunlin_stream_duplicate_tokens_dropped_total",

@@ -137,9 +137,7 @@ fn cast_input(cast: RouterCast) -> Input {
         RouterCast::ReplicaDown { replica, epoch, reason, suspects } => {
             Input::ReplicaDown { replica, epoch, reason, suspects }
         }
-        RouterCast::ReplicaDraining { replica, epoch } => {
-            Input::ReplicaDraining { replica, epoch }
-        }
+        RouterCast::ReplicaDraining { replica, epoch } => Input::ReplicaDraining { replica, epoch },
     }
 }
 
@@ -187,8 +185,8 @@ impl State {
             }
         }
         let (open, waiting) = self.core.open_and_waiting();
-        metrics::gauge!("dunlin_router_open_requests").set(open as f64);
-        metrics::gauge!("dunlin_router_waiting_requests").set(waiting as f64);
+        metrics::gauge!("dunlin_router_requests_open").set(open as f64);
+        metrics::gauge!("dunlin_router_requests_waiting").set(waiting as f64);
     }
 
     fn send(&mut self, to: &Address, cast: SchedulerCast) -> Option<Input> {
@@ -296,7 +294,7 @@ impl State {
                 self.spans.insert(request.0, tracing::info_span!("request", id = request.0));
             }
             Note::Refused { request, why } => {
-                counter!("dunlin_requests_refused_total", "reason" => *why).increment(1);
+                counter!("dunlin_router_requests_refused_total", "reason" => *why).increment(1);
                 tracing::info!(request = request.0, why, "refused");
             }
             Note::Placed { request, attempt, replica, cost, hit_tokens, candidates } => {
@@ -310,7 +308,7 @@ impl State {
                 tracing::info!(request = request.0, cause, "replayed");
             }
             Note::Resumed { request, after } => {
-                histogram!("dunlin_stream_resume_seconds").record(after.as_secs_f64());
+                histogram!("dunlin_recovery_seconds").record(after.as_secs_f64());
                 let _in = self.span(request.0);
                 tracing::info!(request = request.0, ?after, "resumed");
             }

@@ -105,9 +105,15 @@ pub enum Input {
         suspects: Vec<RequestId>,
     },
     /// No new work for this replica; what it has goes on.
-    ReplicaDraining { replica: String, epoch: ReplicaEpoch },
+    ReplicaDraining {
+        replica: String,
+        epoch: ReplicaEpoch,
+    },
     /// The node of a gateway was lost at this time, and with it every client it had then.
-    GatewayDown { node: NodeName, lost: Duration },
+    GatewayDown {
+        node: NodeName,
+        lost: Duration,
+    },
     /// A hand-out could not even be sent.
     Unreachable {
         request: RequestId,
@@ -160,7 +166,10 @@ pub enum Note {
         cause: &'static str,
     },
     /// The first token after a loss: how long the stream stood still.
-    Resumed { request: RequestId, after: Duration },
+    Resumed {
+        request: RequestId,
+        after: Duration,
+    },
     /// Tokens that had been delivered already; dropped.
     Duplicate {
         request: RequestId,

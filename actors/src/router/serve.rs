@@ -72,9 +72,10 @@ impl Router {
 
     pub(super) fn gateway_down(&mut self, node: &NodeName, lost: Duration) {
         // What came later came from the node's next life.
-        let behind = self.open.iter().filter(|(_, open)| {
-            open.request.reply_to.node == *node && open.accepted <= lost
-        });
+        let behind = self
+            .open
+            .iter()
+            .filter(|(_, open)| open.request.reply_to.node == *node && open.accepted <= lost);
         for id in behind.map(|(id, _)| *id).collect::<Vec<_>>() {
             self.cancel(id, false);
         }
