@@ -1,2 +1,89 @@
 //! `dunlin`: the command line. Each subcommand has one file in this folder.
-fn main() {}
+
+mod bench;
+mod certs;
+mod chat;
+mod client;
+mod cluster;
+mod compose;
+mod config;
+mod engines;
+mod models;
+mod node;
+mod pull;
+mod run;
+mod signals;
+mod status;
+mod talk;
+mod text;
+mod up;
+
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+/// Serve language models from any number of machines, through the crash of any of them.
+///
+/// A cluster is what cluster.toml says: node processes, the replicas of the model that they form,
+/// limits. `run` and `chat` start it for as long as they need it; `up` keeps it running.
+#[derive(Debug, Parser)]
+#[command(version, after_help = EXAMPLES)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  dunlin run \"Why is the sky blue?\"            start the cluster, answer, stop it again
+  dunlin chat --config examples/pipeline.toml  talk to a pipeline of two processes
+  dunlin up                                    serve an OpenAI-compatible API until Ctrl-C
+  dunlin status                                nodes, replicas and their health
+  dunlin bench -c 8 -n 100                     load it and print latencies
+
+Every subcommand has its own --help. Logs: DUNLIN_LOG=debug; node logs are in .dunlin/logs.";
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    Run(run::Args),
+    Chat(chat::Args),
+    Up(up::Args),
+    Node(node::Args),
+    Status(status::Args),
+    Pull(pull::Args),
+    Bench(bench_command::Args),
+    Certs(certs::Args),
+}
+
+/// What `bench` has besides its own options: which cluster.
+mod bench_command {
+    use crate::bench::BenchArgs;
+    use crate::config::ConfigArgs;
+
+    /// Load a cluster, or any OpenAI-compatible endpoint, and report what its clients see.
+    #[derive(Debug, clap::Args)]
+    pub struct Args {
+        #[command(flatten)]
+        pub config: ConfigArgs,
+        #[command(flatten)]
+        pub bench: BenchArgs,
+    }
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Run(args) => run::run(args).await,
+        Command::Chat(args) => chat::run(args).await,
+        Command::Up(args) => up::run(args).await,
+        Command::Node(args) => node::run(args).await,
+        Command::Status(args) => status::run(args).await,
+        Command::Pull(args) => pull::run(args).await.map(|()| ExitCode::SUCCESS),
+        Command::Bench(args) => cluster::bench(args.config, args.bench).await,
+        Command::Certs(args) => certs::run(args).map(|()| ExitCode::SUCCESS),
+    };
+    result.unwrap_or_else(|e| {
+        eprintln!("error: {e:#}");
+        ExitCode::FAILURE
+    })
+}
