@@ -18,7 +18,6 @@ mod exchange;
 mod fields;
 mod http;
 mod limits;
-mod model_text;
 mod prepare;
 mod registry;
 mod request;
@@ -32,7 +31,6 @@ mod wire;
 pub use auth::{ApiKey, DEFAULT_TENANT};
 pub use http::DETAILS;
 pub use limits::Limits;
-pub use model_text::ModelText;
 pub use text::{ByteModel, ChatMessage, Detokenizer, TextError, TextModel};
 
 use crate::messages::GatewayProtocol;

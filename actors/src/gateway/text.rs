@@ -16,7 +16,7 @@ pub struct ChatMessage {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TextError {
     /// The client's messages do not suit the model's template (400).
-    #[error("{0}")]
+    #[error("the chat template refused these messages: {0}")]
     Template(String),
     /// Anything else is ours (500).
     #[error("tokenizer: {0}")]
