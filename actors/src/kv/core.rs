@@ -283,7 +283,8 @@ impl Kv {
         Ok(self.open(table))
     }
 
-    /// Ends a table that no step in flight uses. The last blocks become evictable first.
+    /// Ends a table that no step in flight uses, its copies included. The last blocks become
+    /// evictable first.
     pub fn release(&mut self, id: TableId) -> Result<(), KvError> {
         let table = self.close(id)?;
         for &block in table.blocks.iter().rev() {

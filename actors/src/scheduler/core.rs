@@ -136,6 +136,10 @@ impl Scheduler {
             let reason = format!("scheduler and KV block manager disagree: {error}");
             self.break_down(reason, Vec::new(), &mut out);
         }
+        if cfg!(debug_assertions) && !self.broken {
+            let audit = self.audit(kv);
+            debug_assert!(audit.is_ok(), "audit: {:#?}", audit.err());
+        }
         if let Some((stored, removed)) = kv.take_changes() {
             self.kv_seq += 1;
             let seq = self.kv_seq;

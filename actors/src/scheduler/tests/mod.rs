@@ -1,5 +1,6 @@
 //! Properties of the scheduler over random operations, and single situations by name.
 
+mod actors;
 mod fake;
 mod situations;
 mod world;
@@ -183,7 +184,7 @@ fn fits(setup: &Setup, client: &world::Client) -> bool {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 300, failure_persistence: None, ..Default::default() })]
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..Default::default() })]
 
     #[test]
     fn outputs_equal_the_sequential_reference(

@@ -191,7 +191,7 @@ impl World {
             steps += 1;
             assert!(steps < 100_000, "no end in sight: {:?}", self.scheduler.load(&self.kv));
         }
-        assert_eq!(self.open(), [], "open and nothing in flight");
+        assert!(self.open().is_empty(), "open and nothing in flight: {:?}", self.open());
         assert!(self.scheduler.is_idle());
         assert_eq!(self.kv.usage().live, 0, "idle, and blocks are reserved");
         assert_eq!(self.kv.open_tables(), 0);
@@ -237,7 +237,7 @@ impl World {
         match event {
             SchedulerEvent::PromptLogprobs { request, attempt, logprobs } => {
                 let client = listener(clients, request, attempt);
-                assert_eq!(client.got, [], "prompt logprobs come first");
+                assert!(client.got.is_empty(), "prompt logprobs come first");
                 let prompt = &client.work.tokens[..client.work.prompt_len as usize];
                 assert_eq!(logprobs, reference_echo(prompt, client.owner));
                 assert_eq!(client.echo.replace(logprobs), None, "and once");
