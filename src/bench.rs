@@ -9,6 +9,8 @@
 
 mod plan;
 mod stats;
+#[cfg(test)]
+mod tests;
 
 use crate::client::{Client, ClientError, EventStream};
 use anyhow::{Context, Result, bail, ensure};

@@ -88,21 +88,14 @@ fn replay_continues_where_the_log_ends() {
 
 #[test]
 fn a_complete_log_needs_no_replay() {
-    let mut bench = Bench::with_replicas(&["left", "right"]);
-    for (id, last, reason) in [(1, 9, FinishReason::Length), (2, 0, FinishReason::Stop)] {
-        let max = if last == 9 { 2 } else { 5 };
-        let (_, outputs) = bench.submit(request(id, vec![5; 4], max));
-        let (to, _) = outputs.work().expect("placed");
-        bench.report(&to, 1, tokens(id, 1, 0, &[9, last]));
-        let outputs = bench.down(&to, 1, &[id]);
+    for (last, max, reason) in [(9, 2, FinishReason::Length), (0, 5, FinishReason::Stop)] {
+        let mut bench = Bench::with_replicas(&["left", "right"]);
+        bench.place(request(1, vec![5; 4], max));
+        bench.report("left", 1, tokens(1, 1, 0, &[9, last]));
+        let outputs = bench.down("left", 1, &[1]);
         assert!(outputs.works().is_empty());
         let terminal = outputs.terminal().expect("it ends");
         assert!(matches!(terminal, StreamEvent::Finished { reason: r, .. } if *r == reason));
-        bench.handle(Input::ReplicaUp(replica(&to, 1 + id)));
-        bench.down(&to, 1 + id, &[]);
-        bench.handle(Input::ReplicaUp(replica(&to, 10)));
-        bench.down(&to, 10, &[]);
-        bench.router = Bench::with_replicas(&["left", "right"]).router;
     }
 }
 
@@ -377,9 +370,7 @@ fn a_replica_placed_anew_without_a_word_loses_its_work_too() {
     let outputs = bench.handle(Input::ReplicaUp(replica("left", 3)));
     assert_eq!(outputs.work().expect("replayed").1.attempt, Attempt(2));
     // Neither an older announcement nor an older loss means anything now.
-    for input in [Input::ReplicaUp(replica("left", 2))] {
-        assert!(bench.handle(input).works().is_empty());
-    }
+    assert!(bench.handle(Input::ReplicaUp(replica("left", 2))).works().is_empty());
     assert!(bench.down("left", 2, &[1]).works().is_empty());
     assert_eq!(bench.status().replicas[0].info.epoch, ReplicaEpoch(3));
 }

@@ -420,7 +420,7 @@ impl World {
                     let tokens = self.clients[request].output.len();
                     let at = match tokens {
                         0 => "token 0",
-                        n if (self.clients[request].request.prompt.len() + n) % 4 == 0 => {
+                        n if (self.clients[request].request.prompt.len() + n).is_multiple_of(4) => {
                             "block edge"
                         }
                         _ => "mid-block",
