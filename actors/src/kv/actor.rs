@@ -78,7 +78,7 @@ impl Actor for KvActor {
         state: State,
     ) -> Result<State, ActorProcessingErr> {
         // Ends with the actor.
-        let _ = myself.send_interval(LOOK_EVERY, || Look);
+        drop(myself.send_interval(LOOK_EVERY, || Look));
         Ok(state)
     }
 

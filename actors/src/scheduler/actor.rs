@@ -95,7 +95,7 @@ impl Actor for SchedulerActor {
                 };
             })?;
         watch(&args.node, args.shards.clone(), myself.clone());
-        let _ = myself.send_interval(TICK, || Msg::Tick);
+        drop(myself.send_interval(TICK, || Msg::Tick));
         Ok(State {
             core: Scheduler::new(args.plan.epoch, limits),
             started: Instant::now(),

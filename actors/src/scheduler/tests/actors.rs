@@ -205,10 +205,10 @@ async fn gauges_fall_after_everything_was_cancelled() {
     let SchedulerReply::Status(_) = replica.call(SchedulerCall::Status).await else { panic!() };
     let idle = async {
         loop {
-            if let Some(SchedulerEvent::Load(load)) = replica.events.recv().await {
-                if (load.running, load.waiting, load.kv_blocks_live) == (0, 0, 0) {
-                    return;
-                }
+            if let Some(SchedulerEvent::Load(load)) = replica.events.recv().await
+                && (load.running, load.waiting, load.kv_blocks_live) == (0, 0, 0)
+            {
+                return;
             }
         }
     };
