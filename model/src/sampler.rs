@@ -153,7 +153,7 @@ fn draw(logits: &[f32], greatest: f32, params: &SamplingParams, random: u64) -> 
         keys.sort_unstable_by_key(|k| id_of(*k));
     }
     let total: u64 = keys.iter().map(|k| weight_of(*k)).sum();
-    let mut target = (u128::from(random) * u128::from(total) >> 64) as u64;
+    let mut target = ((u128::from(random) * u128::from(total)) >> 64) as u64;
     for key in keys {
         let w = weight_of(key);
         if target < w {
@@ -206,7 +206,7 @@ fn exp(x: f32) -> f32 {
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding and subtracting 1.5 * 2^23 rounds to a whole number.
     const ROUND: f32 = 12_582_912.0;
-    if !(x > -87.0) {
+    if x.is_nan() || x <= -87.0 {
         return 0.0;
     }
     let n = (x * LOG2_E + ROUND) - ROUND;
@@ -255,7 +255,7 @@ fn first_at(values: &[f32], value: f32) -> Option<u32> {
 fn top_logits(logits: &[f32], n: usize) -> Vec<(u32, f32)> {
     let mut top: Vec<(u32, f32)> = Vec::with_capacity(n.min(logits.len()) + 1);
     for (id, &logit) in (0u32..).zip(logits) {
-        if top.len() == n && top.last().is_none_or(|(_, least)| !(logit > *least)) {
+        if top.len() == n && top.last().is_none_or(|(_, least)| logit <= *least) {
             continue;
         }
         let at = top.partition_point(|(_, other)| *other >= logit);

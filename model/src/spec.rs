@@ -90,6 +90,6 @@ pub struct ModelSpec {
 impl ModelSpec {
     /// Whether layer `layer` (0-based) attends through the sliding window.
     pub fn is_local(&self, layer: usize) -> bool {
-        self.window.is_some() && self.global_every.is_none_or(|n| (layer + 1) % n != 0)
+        self.window.is_some() && self.global_every.is_none_or(|n| !(layer + 1).is_multiple_of(n))
     }
 }

@@ -161,3 +161,33 @@ fn chat_templates_render_as_the_goldens_tokenise() {
         assert_eq!(chats, 3);
     }
 }
+
+/// The folders of our own tiny models: tokenizer.json, settings and template.
+#[test]
+fn hugging_face_folders_tokenise_as_their_goldens() {
+    for name in ["tiny-llama", "tiny-mixtral"] {
+        let folder = common::data(name);
+        let files = ModelFiles::open(&folder).unwrap();
+        let tokenizer = files.tokenizer().unwrap();
+        assert_eq!(tokenizer.stop_ids(), &[1].into());
+        assert_eq!(tokenizer.bos(), Some(0));
+        let golden: Value =
+            serde_json::from_str(&std::fs::read_to_string(folder.join("golden.json")).unwrap())
+                .unwrap();
+        for prompt in golden["prompts"].as_array().unwrap() {
+            let text = prompt["prompt"].as_str().unwrap();
+            let want = ids(&prompt["prompt_ids"]);
+            assert_eq!(tokenizer.encode_prompt(text, true).unwrap(), want, "{text:?}");
+            assert_eq!(tokenizer.decode(&want, true), text);
+        }
+        let template = files.chat_template(&tokenizer).unwrap();
+        let input = dunlin_model::chat::ChatInput {
+            messages: vec![serde_json::json!({"role": "user", "content": "Hi"})],
+            add_generation_prompt: true,
+            ..Default::default()
+        };
+        let text = template.render(&input).unwrap();
+        assert_eq!(text, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n");
+        assert!(!template.is_fallback());
+    }
+}
