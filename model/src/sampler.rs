@@ -14,6 +14,7 @@
 
 use crate::engine::SampleFailure;
 use crate::sampling::{SamplingParams, TokenLogprob};
+use std::cell::RefCell;
 
 /// The largest vocabulary that can be sampled from; larger models are refused when opened.
 pub const MAX_VOCAB: usize = 1 << ID_BITS;
@@ -42,31 +43,37 @@ pub fn sample(
     if !all_finite(logits) || logits.len() > MAX_VOCAB {
         return Err(SampleFailure::NotFinite);
     }
-    let before = params.logprobs.map(|top| (top, logits.to_vec()));
-    penalise(logits, params, prompt, output);
-    for &(id, bias) in &params.logit_bias {
-        if let Some(logit) = logits.get_mut(id as usize) {
-            *logit += bias;
+    SCRATCH.with_borrow_mut(|Scratch { raw, keys }| {
+        if params.logprobs.is_some() {
+            raw.clear();
+            raw.extend_from_slice(logits);
         }
-    }
-    for &id in forbidden {
-        if let Some(logit) = logits.get_mut(id as usize) {
-            *logit = f32::NEG_INFINITY;
+        adjust(logits, params, prompt, output, forbidden);
+        // Biases may make -inf, which is never drawn; anything else not finite is an error.
+        let greatest = greatest(logits);
+        if !greatest.is_finite() || logits.iter().any(|l| l.is_nan()) {
+            return Err(SampleFailure::NotFinite);
         }
-    }
-    // Biases may make -inf, which is never drawn; anything else that is not finite is an error.
-    let greatest = greatest(logits);
-    if !greatest.is_finite() || logits.iter().any(|l| l.is_nan()) {
-        return Err(SampleFailure::NotFinite);
-    }
-    let token = if params.temperature <= 0.0 {
-        first_at(logits, greatest)
-    } else {
-        draw(logits, greatest, params, uniform(params.seed, position))
-    };
-    let token = token.ok_or(SampleFailure::NotFinite)?;
-    let logprob = before.map(|(top, raw)| logprob_of(&raw, token, top));
-    Ok((token, logprob))
+        let token = if params.temperature <= 0.0 {
+            first_at(logits, greatest)
+        } else {
+            draw(logits, greatest, params, uniform(params.seed, position), keys)
+        };
+        let token = token.ok_or(SampleFailure::NotFinite)?;
+        Ok((token, params.logprobs.map(|top| logprob_of(raw, token, top))))
+    })
+}
+
+/// Buffers that a thread keeps, so that drawing allocates nothing. Their content means nothing
+/// between two draws.
+#[derive(Default)]
+struct Scratch {
+    raw: Vec<f32>,
+    keys: Vec<u64>,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
 }
 
 /// Log-probability of `token` under softmax of `logits`, with the `top` likeliest tokens
@@ -88,6 +95,27 @@ pub fn uniform(seed: u64, position: u32) -> u64 {
     let key = [seed as u32, (seed >> 32) as u32];
     let [a, b, ..] = philox([position, 0, 0, 0], key);
     u64::from(a) | u64::from(b) << 32
+}
+
+/// Penalties, biases, forbidden tokens.
+fn adjust(
+    logits: &mut [f32],
+    params: &SamplingParams,
+    prompt: &[u32],
+    output: &[u32],
+    forbidden: &[u32],
+) {
+    penalise(logits, params, prompt, output);
+    for &(id, bias) in &params.logit_bias {
+        if let Some(logit) = logits.get_mut(id as usize) {
+            *logit += bias;
+        }
+    }
+    for &id in forbidden {
+        if let Some(logit) = logits.get_mut(id as usize) {
+            *logit = f32::NEG_INFINITY;
+        }
+    }
 }
 
 fn penalise(logits: &mut [f32], params: &SamplingParams, prompt: &[u32], output: &[u32]) {
@@ -128,12 +156,22 @@ fn id_of(key: u64) -> u32 {
     (ID_MASK - (key & ID_MASK)) as u32
 }
 
-/// Filters and draws. `None` only where no token has any weight.
-fn draw(logits: &[f32], greatest: f32, params: &SamplingParams, random: u64) -> Option<u32> {
+/// Filters and draws; turns `logits` into weights. `None` only where no token has any weight.
+fn draw(
+    logits: &mut [f32],
+    greatest: f32,
+    params: &SamplingParams,
+    random: u64,
+    keys: &mut Vec<u64>,
+) -> Option<u32> {
     let least = ((f64::from(params.min_p) * ONE as f64).ceil() as u64).clamp(1, ONE);
-    let mut keys = Vec::with_capacity(logits.len());
-    for (id, &logit) in (0u32..).zip(logits) {
-        let w = weight(logit, greatest, params.temperature);
+    // In a loop of its own, which the compiler turns into vector instructions.
+    for logit in logits.iter_mut() {
+        *logit = exp((*logit - greatest) / params.temperature);
+    }
+    keys.clear();
+    for (id, &probability) in (0u32..).zip(&*logits) {
+        let w = weight(probability);
         if w >= least {
             keys.push(pack(w, id));
         }
@@ -146,7 +184,7 @@ fn draw(logits: &[f32], greatest: f32, params: &SamplingParams, random: u64) -> 
         in_order = false;
     }
     if params.top_p < 1.0 {
-        keep_top_p(&mut keys, params.top_p);
+        keep_top_p(keys, params.top_p);
         in_order = false;
     }
     if !in_order {
@@ -155,9 +193,9 @@ fn draw(logits: &[f32], greatest: f32, params: &SamplingParams, random: u64) -> 
     let total: u64 = keys.iter().map(|k| weight_of(*k)).sum();
     let mut target = ((u128::from(random) * u128::from(total)) >> 64) as u64;
     for key in keys {
-        let w = weight_of(key);
+        let w = weight_of(*key);
         if target < w {
-            return Some(id_of(key));
+            return Some(id_of(*key));
         }
         target -= w;
     }
@@ -191,9 +229,9 @@ fn keep_top_p(keys: &mut Vec<u64>, top_p: f32) {
     }
 }
 
-/// `2^40 * exp((logit - greatest) / temperature)`, rounded down.
-fn weight(logit: f32, greatest: f32, temperature: f32) -> u64 {
-    (exp((logit - greatest) / temperature) * ONE as f32) as u64
+/// A probability (relative to the likeliest, at most 1) as a whole number, rounded down.
+fn weight(probability: f32) -> u64 {
+    (probability * ONE as f32) as i64 as u64
 }
 
 /// `e^x` for `x <= 0`, with a relative error below 3e-7: one reduction to `[-ln2/2, ln2/2]`, a
@@ -206,11 +244,10 @@ fn exp(x: f32) -> f32 {
     const LN2_LOW: f32 = -2.121_944_4e-4;
     // Adding and subtracting 1.5 * 2^23 rounds to a whole number.
     const ROUND: f32 = 12_582_912.0;
-    if x.is_nan() || x <= -87.0 {
-        return 0.0;
-    }
-    let n = (x * LOG2_E + ROUND) - ROUND;
-    let r = (x - n * LN2_HIGH) - n * LN2_LOW;
+    let reduced = x.max(-87.0);
+    let rounded = reduced * LOG2_E + ROUND;
+    let n = rounded - ROUND;
+    let r = (reduced - n * LN2_HIGH) - n * LN2_LOW;
     let p = 1.0 / 720.0;
     let p = p * r + 1.0 / 120.0;
     let p = p * r + 1.0 / 24.0;
@@ -218,7 +255,9 @@ fn exp(x: f32) -> f32 {
     let p = p * r + 0.5;
     let p = p * r + 1.0;
     let p = p * r + 1.0;
-    p * f32::from_bits(((n as i32 + 127) as u32) << 23)
+    // The low bits of `rounded` are n; they move into the exponent.
+    let exponent = rounded.to_bits().wrapping_sub(ROUND.to_bits()).wrapping_add(127) << 23;
+    if x > -87.0 { p * f32::from_bits(exponent) } else { 0.0 }
 }
 
 /// Sum of `exp(logit - max)` in eight lanes, a fixed order.

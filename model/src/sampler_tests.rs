@@ -40,7 +40,7 @@ fn naive(
     let mut all: Vec<(u64, u32)> = l
         .iter()
         .enumerate()
-        .map(|(id, x)| (weight(*x, max, params.temperature), id as u32))
+        .map(|(id, x)| (weight(exp((x - max) / params.temperature)), id as u32))
         .filter(|(w, _)| *w > 0 && *w as f64 >= f64::from(params.min_p) * ONE as f64)
         .collect();
     all.sort_by_key(|(w, id)| (std::cmp::Reverse(*w), *id));
