@@ -340,7 +340,8 @@ pub(crate) struct Core {
     clock: Instant,
     renewed: Notify,
     hellos: Arc<Semaphore>,
-    tasks: Mutex<Vec<AbortHandle>>,
+    /// `None` once the node has stopped.
+    tasks: Mutex<Option<Vec<AbortHandle>>>,
 }
 
 impl Core {
@@ -377,19 +378,20 @@ impl Core {
             clock: now,
             renewed: Notify::new(),
             hellos: Arc::new(Semaphore::new(options.limits.pending_hellos.max(1))),
-            tasks: Mutex::new(Vec::new()),
+            tasks: Mutex::new(Some(Vec::new())),
             options,
         })
     }
 
     fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) {
         let mut tasks = self.tasks.lock();
+        let Some(tasks) = tasks.as_mut() else { return };
         tasks.retain(|task| !task.is_finished());
         tasks.push(self.handle.spawn(task).abort_handle());
     }
 
     fn stop(&self, reason: &str) {
-        for task in self.tasks.lock().drain(..) {
+        for task in self.tasks.lock().take().into_iter().flatten() {
             task.abort();
         }
         let peers: Vec<_> = self.peers.read().values().cloned().collect();

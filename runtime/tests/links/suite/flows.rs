@@ -1,0 +1,172 @@
+//! The data plane.
+
+use super::ms;
+use crate::harness::*;
+use bytes::Bytes;
+use dunlin_runtime::{FlowClass, FlowError, FlowFrame, FlowId};
+use tokio::time::Instant;
+
+fn frame(step: u64, size: usize) -> FlowFrame {
+    FlowFrame { epoch: 1, step, tag: step * 3, payload: Bytes::from(vec![step as u8; size]) }
+}
+
+pub async fn flows_keep_order_and_content<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    for (from, to, id) in [(&a, &b, 1), (&b, &a, 2), (&a, &a, 3)] {
+        let early = id != 2;
+        let flow = FlowId(id);
+        let receiver = early.then(|| to.accept_flow(from.name(), flow));
+        let sender = from.open_flow(to.name(), flow, FlowClass::Activations);
+        let sending = tokio::spawn(async move {
+            for step in 0..200 {
+                let size = [0, 1, 100, 1000, 20_000, 300_000][step as usize % 6];
+                sender.send(frame(step, size)).await.unwrap();
+            }
+            sender
+        });
+        if !early {
+            tokio::time::sleep(ms(100)).await;
+        }
+        let mut receiver = receiver.unwrap_or_else(|| to.accept_flow(from.name(), flow));
+        for step in 0..200 {
+            let got = receiver.recv().await.unwrap();
+            let size = [0, 1, 100, 1000, 20_000, 300_000][step as usize % 6];
+            assert_eq!(got, frame(step, size));
+        }
+        let sender = sending.await.unwrap();
+        let error = sender.send(frame(0, 65 << 20)).await.unwrap_err();
+        assert!(matches!(error, FlowError::TooBig { .. }), "{error}");
+        sender.send(frame(9, 8 << 20)).await.unwrap();
+        assert_eq!(receiver.recv().await.unwrap(), frame(9, 8 << 20));
+        drop(sender);
+        let error = receiver.recv().await.unwrap_err();
+        assert!(matches!(error, FlowError::Closed { .. }), "{error}");
+    }
+}
+
+pub async fn a_flow_waits_for_its_reader<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    for to in [&b, &a] {
+        let mut receiver = to.accept_flow(a.name(), FlowId(1));
+        let sender = a.open_flow(to.name(), FlowId(1), FlowClass::Kv);
+        let mut sent = 0u64;
+        while tokio::time::timeout(ms(300), sender.send(frame(sent, 100_000))).await.is_ok() {
+            sent += 1;
+            assert!(sent < 200, "no backpressure");
+        }
+        assert!(sent >= 8, "{sent} frames in flight");
+        for step in 0..sent {
+            assert_eq!(receiver.recv().await.unwrap().step, step);
+        }
+        if to.name() == a.name() {
+            continue; // A local send that was dropped has not begun.
+        }
+        // The send that timed out had begun: the next one completes it first.
+        sender.send(frame(sent + 1, 10)).await.unwrap();
+        let rest = [receiver.recv().await.unwrap().step, receiver.recv().await.unwrap().step];
+        assert_eq!(rest, [sent, sent + 1]);
+    }
+}
+
+pub async fn a_flow_whose_reader_is_gone_says_so<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    for to in [&b, &a] {
+        let mut receiver = to.accept_flow(a.name(), FlowId(1));
+        let sender = a.open_flow(to.name(), FlowId(1), FlowClass::Kv);
+        sender.send(frame(1, 100)).await.unwrap();
+        assert_eq!(receiver.recv().await.unwrap().step, 1);
+        drop(receiver);
+        let error = loop {
+            match sender.send(frame(2, 100)).await {
+                Ok(()) => tokio::time::sleep(ms(5)).await,
+                Err(error) => break error,
+            }
+        };
+        assert!(matches!(error, FlowError::Closed { .. }), "{error}");
+        let mut receiver = to.accept_flow(a.name(), FlowId(1));
+        sender.send(frame(3, 100)).await.unwrap();
+        assert_eq!(receiver.recv().await.unwrap().step, 3);
+    }
+}
+
+pub async fn a_flow_reopens_after_the_link_was_lost<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    let mut receiver = b.accept_flow(a.name(), FlowId(1));
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Activations);
+    sender.send(frame(1, 1000)).await.unwrap();
+    assert_eq!(receiver.recv().await.unwrap().step, 1);
+    let mut events = a.watch();
+    harness.partition("a", "b");
+    down_event(&mut events).await;
+    let error = sender.send(frame(2, 1000)).await.unwrap_err();
+    assert!(matches!(error, FlowError::LinkDown { .. }), "{error}");
+    harness.heal("a", "b");
+    sender.send(frame(3, 1000)).await.unwrap();
+    let error = receiver.recv().await.unwrap_err();
+    assert!(matches!(error, FlowError::LinkDown { .. }), "{error}");
+    assert_eq!(receiver.recv().await.unwrap().step, 3);
+}
+
+pub async fn device_threads_can_block_on_flows<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    let (there, back) = (FlowId(1), FlowId(2));
+    let (to_b, mut at_b) =
+        (a.open_flow(b.name(), there, FlowClass::Activations), b.accept_flow(a.name(), there));
+    let (to_a, mut at_a) =
+        (b.open_flow(a.name(), back, FlowClass::Activations), a.accept_flow(b.name(), back));
+    let echo = std::thread::spawn(move || {
+        for _ in 0..100 {
+            to_a.blocking_send(at_b.blocking_recv(5 * SECOND).unwrap()).unwrap();
+        }
+        (to_a, at_b)
+    });
+    let ask = std::thread::spawn(move || {
+        for step in 0..100 {
+            to_b.blocking_send(frame(step, 16_384)).unwrap();
+            assert_eq!(at_a.blocking_recv(5 * SECOND).unwrap(), frame(step, 16_384));
+        }
+        let error = at_a.blocking_recv(ms(50)).unwrap_err();
+        assert!(matches!(error, FlowError::Deadline { after_ms: 50, .. }), "{error}");
+    });
+    tokio::task::spawn_blocking(move || (echo.join().unwrap(), ask.join().unwrap())).await.unwrap();
+}
+
+pub async fn bulk_does_not_hold_up_small_calls<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    let (_export, to, _) = echo(&b, "x");
+    let mut receiver = b.accept_flow(a.name(), FlowId(1));
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Weights);
+    let bulk = tokio::spawn(async move {
+        loop {
+            sender.send(frame(0, 8 << 20)).await.unwrap();
+        }
+    });
+    let drain = tokio::spawn(async move {
+        let mut bytes = 0;
+        while let Ok(frame) = receiver.recv().await {
+            bytes += frame.payload.len();
+            if bytes > 1 << 40 {
+                break;
+            }
+        }
+    });
+    let mut times = Vec::new();
+    for _ in 0..200 {
+        let began = Instant::now();
+        assert_eq!(ask(&a, &to, Ask::Echo(vec![1; 64])).await, Ok(vec![1; 64]));
+        times.push(began.elapsed());
+        tokio::time::sleep(ms(2)).await;
+    }
+    bulk.abort();
+    drain.abort();
+    times.sort();
+    // A frame of 8 MiB alone takes longer than this in a debug build.
+    assert!(times[100] < ms(100), "median {:?}", times[100]);
+    assert!(is_up(&a, "b"), "heartbeats starved");
+}

@@ -1,0 +1,51 @@
+//! The tests, generic over the transport.
+
+pub mod flows;
+pub mod lives;
+pub mod mail;
+
+use std::time::Duration;
+
+/// Instantiates every test of this module for one harness.
+#[macro_export]
+macro_rules! suite_for {
+    (@ $harness:ty: $($part:ident $test:ident)*) => {
+        $(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            async fn $test() {
+                let time = std::time::Duration::from_secs(60);
+                tokio::time::timeout(time, $crate::suite::$part::$test::<$harness>()).await.unwrap();
+            }
+        )*
+    };
+    ($harness:ty) => {
+        $crate::suite_for!(@ $harness:
+            mail calls_are_answered_with_what_they_asked
+            mail every_failure_has_its_own_error
+            mail casts_keep_their_order_and_arrive_once
+            mail a_cast_that_nobody_takes_is_told
+            mail queues_are_bounded_in_bytes
+            lives a_cast_to_a_peer_that_is_down_fails_at_once
+            lives a_higher_incarnation_takes_over_at_once
+            lives a_stale_incarnation_is_refused
+            lives another_cluster_or_schema_is_refused_by_name
+            lives a_node_that_is_not_listed_is_refused
+            lives a_short_partition_fails_no_call
+            lives a_long_partition_fails_what_was_in_flight
+            lives a_shutdown_is_seen_at_once
+            lives the_supervisors_word_ends_a_peer_at_once
+            lives two_that_dial_at_once_end_with_one_steady_link
+            lives leases_come_from_the_head_and_run_out
+            flows flows_keep_order_and_content
+            flows a_flow_waits_for_its_reader
+            flows a_flow_whose_reader_is_gone_says_so
+            flows a_flow_reopens_after_the_link_was_lost
+            flows device_threads_can_block_on_flows
+            flows bulk_does_not_hold_up_small_calls
+        );
+    };
+}
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
