@@ -83,8 +83,10 @@ enum Path {
     /// On the link `.0`.
     Lane(u64, Box<dyn FrameSink>),
     /// A write on it is under way; kept here so that a dropped `send` leaves no half frame.
-    Busy(BoxFuture<'static, (u64, Box<dyn FrameSink>, Result<(), LinkError>)>),
+    Busy(BoxFuture<'static, Written>),
 }
+
+type Written = (u64, Box<dyn FrameSink>, Result<(), LinkError>);
 
 impl FlowSender {
     pub(crate) fn new(

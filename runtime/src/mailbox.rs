@@ -169,7 +169,9 @@ impl CastError {
 
 /// A node's mailboxes by role and instance.
 #[derive(Clone, Default)]
-pub(crate) struct Exports(Arc<RwLock<BTreeMap<String, BTreeMap<String, Arc<Mailbox>>>>>);
+pub(crate) struct Exports(Arc<RwLock<ByRole>>);
+
+type ByRole = BTreeMap<String, BTreeMap<String, Arc<Mailbox>>>;
 
 impl std::fmt::Debug for Exports {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {

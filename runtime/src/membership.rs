@@ -176,7 +176,8 @@ mod tests {
             check(&me("a"), &hello, proven, Some(&name("b"))).map_err(|r| (r.code, r.to_string()))
         };
         assert_eq!(check(|_| {}, &proven), Ok(()));
-        let cases: [(fn(&mut Hello), RefusalCode, &str); 5] = [
+        type Case = (fn(&mut Hello), RefusalCode, &'static str);
+        let cases: [Case; 5] = [
             (|h| h.cluster = "home".into(), RefusalCode::Cluster, "here lab, there home"),
             (|h| h.schema = 2, RefusalCode::Schema, "here 1, there 2"),
             (|h| h.node = name("c"), RefusalCode::Identity, "certificate for b, there claims c"),

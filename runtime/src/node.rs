@@ -299,10 +299,11 @@ fn check(options: &NodeOptions) -> Result<(), StartError> {
     if options.peers.contains_key(&node) {
         return Err(StartError::SelfPeer { node });
     }
-    if let Some(head) = &options.head {
-        if *head != node && !options.peers.contains_key(head) {
-            return Err(StartError::UnknownHead { node, head: head.clone() });
-        }
+    if let Some(head) = &options.head
+        && *head != node
+        && !options.peers.contains_key(head)
+    {
+        return Err(StartError::UnknownHead { node, head: head.clone() });
     }
     let timing = &options.timing;
     let wrong =

@@ -205,10 +205,9 @@ impl Drop for CallGuard {
     fn drop(&mut self) {
         let mut state = self.peer.state.lock();
         state.pending.remove(&self.id);
-        if let Some(at) = state.waiting.iter().position(|(_, item)| item.id == self.id) {
-            if let Some((_, item)) = state.waiting.remove(at) {
-                state.waiting_bytes -= item.cost();
-            }
+        let at = state.waiting.iter().position(|(_, item)| item.id == self.id);
+        if let Some((_, item)) = at.and_then(|at| state.waiting.remove(at)) {
+            state.waiting_bytes -= item.cost();
         }
     }
 }

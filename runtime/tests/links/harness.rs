@@ -69,6 +69,17 @@ pub async fn start<H: Harness>(harness: &H, options: &NodeOptions) -> Node {
     Node::start(options.clone(), harness.transport(options.name.as_str())).await.unwrap()
 }
 
+/// Starts a node's next life; the old one's port may take a moment to be free.
+pub async fn start_again<H: Harness>(harness: &H, options: &NodeOptions) -> Node {
+    for _ in 0..200 {
+        match Node::start(options.clone(), harness.transport(options.name.as_str())).await {
+            Ok(node) => return node,
+            Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
+        }
+    }
+    panic!("{} does not start again", options.name);
+}
+
 /// Two nodes with a link between them.
 pub async fn pair<H: Harness>(harness: &H) -> (Node, Node) {
     let options = options(harness, &["a", "b"]);

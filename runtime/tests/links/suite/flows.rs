@@ -111,6 +111,41 @@ pub async fn a_flow_reopens_after_the_link_was_lost<H: Harness>() {
     assert_eq!(receiver.recv().await.unwrap().step, 3);
 }
 
+pub async fn frames_of_an_older_life_are_refused<H: Harness>() {
+    let harness = H::new();
+    let mut all = options(&harness, &["a", "b"]);
+    let (a, b) = (start(&harness, &all[0]).await, start(&harness, &all[1]).await);
+    linked(&a, "b").await;
+    linked(&b, "a").await;
+    let mut receiver = b.accept_flow(a.name(), FlowId(1));
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Activations);
+    for step in 1..4 {
+        sender.send(frame(step, 100)).await.unwrap();
+    }
+    // Frame 1 has arrived, so the others wait in the receiver or are on their way.
+    assert_eq!(receiver.recv().await.unwrap().step, 1);
+    harness.partition("a", "b");
+    drop((sender, a));
+    all[0].incarnation.0 += 1;
+    all[0].life += 1;
+    let a = start_again(&harness, &all[0]).await;
+    harness.heal("a", "b");
+    linked(&a, "b").await;
+    eventually("b knows the new life", || {
+        is_up(&b, "a") && b.peers()[0].incarnation == Some(all[0].incarnation)
+    })
+    .await;
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Activations);
+    sender.send(frame(9, 100)).await.unwrap();
+    let step = loop {
+        match receiver.recv().await {
+            Ok(frame) => break frame.step,
+            Err(error) => assert!(!matches!(error, FlowError::TooBig { .. }), "{error}"),
+        }
+    };
+    assert_eq!(step, 9);
+}
+
 pub async fn device_threads_can_block_on_flows<H: Harness>() {
     let harness = H::new();
     let (a, b) = pair(&harness).await;

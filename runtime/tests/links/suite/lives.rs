@@ -2,7 +2,7 @@
 
 use super::ms;
 use crate::harness::*;
-use dunlin_runtime::{Address, CallError, CastError, Incarnation, Lease, Node, NodeOptions};
+use dunlin_runtime::{Address, CallError, CastError, Incarnation, Lease, Node};
 use tokio::time::Instant;
 
 pub async fn a_cast_to_a_peer_that_is_down_fails_at_once<H: Harness>() {
@@ -24,17 +24,6 @@ pub async fn a_cast_to_a_peer_that_is_down_fails_at_once<H: Harness>() {
     };
     let (answer, _b) = tokio::join!(waiting, later);
     assert_eq!(answer, Ok(vec![4]));
-}
-
-/// Starts a node's next life; the old one's port may take a moment to be free.
-async fn start_again<H: Harness>(harness: &H, options: &NodeOptions) -> Node {
-    for _ in 0..200 {
-        match Node::start(options.clone(), harness.transport(options.name.as_str())).await {
-            Ok(node) => return node,
-            Err(_) => tokio::time::sleep(ms(20)).await,
-        }
-    }
-    panic!("{} does not start again", options.name);
 }
 
 pub async fn a_higher_incarnation_takes_over_at_once<H: Harness>() {
