@@ -88,13 +88,6 @@ impl Client {
         self.json(response).await
     }
 
-    /// # Errors
-    /// As [`Self::get`].
-    pub async fn post(&self, path: &str, body: &Value) -> Result<Value, ClientError> {
-        let response = self.send(Method::POST, path, body.to_string().into()).await?;
-        self.json(response).await
-    }
-
     /// Posts a body that asks for `"stream": true`.
     ///
     /// # Errors

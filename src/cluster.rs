@@ -93,8 +93,25 @@ impl Cluster {
     }
 }
 
+/// Load a cluster, or any OpenAI-compatible endpoint, and report what its clients see.
+///
+/// Without --url it is the cluster of the configuration, which is started if it is not up.
+#[derive(Debug, clap::Args)]
+#[command(after_help = "\
+Examples:
+  dunlin bench -c 8 -n 100                               8 at a time
+  dunlin bench --rate 2 -n 200 --slo-ttft-ms 500         two a second, and goodput
+  dunlin bench --prompt-tokens uniform:16..512 --shared-prefix 0.5 --prefix-tokens 256
+  dunlin bench --url http://127.0.0.1:9000 --json other.json")]
+pub struct BenchCommand {
+    #[command(flatten)]
+    config: ConfigArgs,
+    #[command(flatten)]
+    bench: BenchArgs,
+}
+
 /// `dunlin bench`: against `--url`, or the cluster of the configuration.
-pub async fn bench(config: ConfigArgs, args: BenchArgs) -> Result<ExitCode> {
+pub async fn bench(BenchCommand { config, bench: args }: BenchCommand) -> Result<ExitCode> {
     let mut signals = Signals::catch()?;
     if let Some(url) = args.url.clone() {
         let done = signals.or(bench::run(&args, &url)).await;

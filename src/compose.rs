@@ -79,7 +79,7 @@ async fn computing(config: &ClusterConfig, name: &NodeName, own: &NodeConfig) ->
     let opened = opened.await.context("opening the model")?;
     opened.map_err(|e| {
         let mend = "name a model that can be had and read";
-        config.complain("cluster.model", format!("{e:#}"), mend).into()
+        config.complain("cluster.model", crate::explain(&e), mend).into()
     })
 }
 

@@ -120,11 +120,12 @@ impl Engines for ModelEngines {
     fn describe(&self) -> NodeDescription {
         let devices = self.devices.iter().map(|(id, device)| {
             let path = format!("{:?}", device.backend.path()).to_lowercase();
+            let plural = if device.threads == 1 { "" } else { "s" };
             let held = device.loaded().as_ref().map_or(0, |loaded| loaded.bytes);
             let count = self.devices.len() as u64;
             device_description(
                 id,
-                format!("{} threads, {path}", device.threads),
+                format!("{} thread{plural}, {path}", device.threads),
                 self.memory,
                 held,
                 count,

@@ -51,23 +51,8 @@ enum Command {
     Node(node::Args),
     Status(status::Args),
     Pull(pull::Args),
-    Bench(bench_command::Args),
+    Bench(cluster::BenchCommand),
     Certs(certs::Args),
-}
-
-/// What `bench` has besides its own options: which cluster.
-mod bench_command {
-    use crate::bench::BenchArgs;
-    use crate::config::ConfigArgs;
-
-    /// Load a cluster, or any OpenAI-compatible endpoint, and report what its clients see.
-    #[derive(Debug, clap::Args)]
-    pub struct Args {
-        #[command(flatten)]
-        pub config: ConfigArgs,
-        #[command(flatten)]
-        pub bench: BenchArgs,
-    }
 }
 
 #[tokio::main]
@@ -79,11 +64,22 @@ async fn main() -> ExitCode {
         Command::Node(args) => node::run(args).await,
         Command::Status(args) => status::run(args).await,
         Command::Pull(args) => pull::run(args).await.map(|()| ExitCode::SUCCESS),
-        Command::Bench(args) => cluster::bench(args.config, args.bench).await,
+        Command::Bench(args) => cluster::bench(args).await,
         Command::Certs(args) => certs::run(args).map(|()| ExitCode::SUCCESS),
     };
     result.unwrap_or_else(|e| {
-        eprintln!("error: {e:#}");
+        eprintln!("error: {}", explain(&e));
         ExitCode::FAILURE
     })
+}
+
+/// The error and its causes, without those that are part of what was said already.
+fn explain(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1).map(ToString::to_string) {
+        if !text.contains(&cause) {
+            text = format!("{text}: {cause}");
+        }
+    }
+    text
 }

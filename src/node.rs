@@ -43,7 +43,7 @@ pub async fn run(args: Args) -> Result<ExitCode> {
     let supervised = procs::follow_parent();
     let result = serve(&args, supervised).await;
     if let (Err(e), true) = (&result, supervised) {
-        procs::report_error(&format!("{e:#}"));
+        procs::report_error(&crate::explain(e));
     }
     result
 }

@@ -101,11 +101,10 @@ fn write_all(out: &mut String, status: &ClusterStatus, trees: bool) -> std::fmt:
     writeln!(out, "\nreplicas")?;
     for replica in &status.replicas {
         let age = format_age(replica.since_ms);
-        write!(
-            out,
-            "  {:<8} {:<8} epoch {}, for {age}",
-            replica.replica, replica.state, replica.epoch.0
-        )?;
+        // The head's incarnation, and how many placements it has made: see the host's placement.
+        let (head, placement) = (replica.epoch.0 >> 24, replica.epoch.0 & 0xff_ffff);
+        let (name, state) = (&replica.replica, &replica.state);
+        write!(out, "  {name:<8} {state:<8} for {age}, epoch {head}.{placement}")?;
         writeln!(out, "  on {}", replica.shards.join(" > "))?;
         if !replica.reason.is_empty() {
             writeln!(out, "    {}", replica.reason)?;
@@ -216,7 +215,7 @@ mod tests {
             }],
             replicas: vec![ReplicaState {
                 replica: "r0".into(),
-                epoch: ReplicaEpoch(3),
+                epoch: ReplicaEpoch((7 << 24) + 3),
                 state: "ready".into(),
                 reason: String::new(),
                 since_ms: 61_000,
@@ -230,7 +229,7 @@ mod tests {
             "requests: the head (front) cannot be reached\n",
             "  front    self  127.0.0.1:7400        #7 (head) · rtt 0.12 ms\n",
             "      router: up, 2 restarts\n",
-            "  r0       ready    epoch 3, for 61 s  on left/cpu > right/cpu\n",
+            "  r0       ready    for 61 s, epoch 7.3  on left/cpu > right/cpu\n",
         ] {
             assert!(text.contains(line), "no {line:?} in\n{text}");
         }

@@ -52,19 +52,33 @@ pub async fn run(args: Args) -> Result<ExitCode> {
     prepared?;
     let start = Start { wait: args.wait, echo: args.verbose };
     let (processes, events) = cluster::start(&args.config, &config, &nodes, start)?;
-    tokio::spawn(print_events(events));
+    let printing = tokio::spawn(print_events(events));
     eprintln!("starting {} (logs: {})", list(&nodes), config.state_dir().join("logs").display());
+    let ended = serve(&processes, &config, &mut signals).await;
+    // The last events were sent before the processes counted as ended.
+    let _ = tokio::time::timeout(Duration::from_millis(200), printing).await;
+    if let Ok(ExitCode::SUCCESS) = ended {
+        eprintln!("stopped");
+    }
+    ended
+}
+
+async fn serve(
+    processes: &Processes,
+    config: &ClusterConfig,
+    signals: &mut Signals,
+) -> Result<ExitCode> {
     match signals.or(processes.ready()).await {
         Some(result) => result?,
-        None => return stop(&processes, &config, &mut signals).await,
+        None => return stop(processes, config, signals).await,
     }
-    eprintln!("ready: {}", describe(&config)?);
+    eprintln!("ready: {}", describe(config)?);
     match signals.or(processes.wait()).await {
         Some(ended) => {
             ended?;
             Ok(ExitCode::SUCCESS)
         }
-        None => stop(&processes, &config, &mut signals).await,
+        None => stop(processes, config, signals).await,
     }
 }
 
@@ -78,7 +92,6 @@ async fn stop(
     match signals.or(processes.stop()).await {
         Some(result) => {
             result?;
-            eprintln!("stopped");
             Ok(ExitCode::SUCCESS)
         }
         None => {
@@ -95,7 +108,10 @@ async fn print_events(mut events: UnboundedReceiver<ProcessEvent>) {
             ProcessEvent::Ready { name, after, .. } => {
                 eprintln!("{name}: ready after {:.1} s", after.as_secs_f64());
             }
-            ProcessEvent::Exited { name, how } => eprintln!("{name}: {how}"),
+            ProcessEvent::Exited { name, how } => {
+                // What a node reported is said in full where it ends the start; its log has it too.
+                eprintln!("{name}: {}", how.lines().next().unwrap_or("ended"));
+            }
             ProcessEvent::Restarting { name, delay, .. } => {
                 eprintln!("{name}: starting again in {} ms", delay.as_millis());
             }

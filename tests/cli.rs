@@ -165,7 +165,7 @@ fn runs(pid: u32) -> bool {
 #[test]
 fn every_subcommand_teaches() {
     let folder = Folder::new();
-    for command in ["run", "chat", "up", "node", "status", "certs"] {
+    for command in ["run", "chat", "up", "node", "status", "bench", "certs"] {
         let help = text(&folder.run(&[command, "--help"]).stdout);
         for part in ["Usage: dunlin", "Examples:", "--config <FILE>", "--set <KEY=VALUE>"] {
             assert!(help.contains(part), "{command} --help has no {part:?}:\n{help}");
