@@ -2,7 +2,8 @@
 //!
 //! How it measures: clocks are the client's. A request's time runs from when it was due (before
 //! its connection is opened) to its stream's end. TTFT ends with the first chunk that holds text,
-//! ITL is the gap between such chunks, tokens are counted by the server's `usage`. The load
+//! ITL is the gap between such chunks, tokens are counted by the server's `usage`. Chunks that one
+//! read delivers have gaps of 0: where tokens come that fast, TPOT is the figure to trust. The load
 //! generator shares this machine's cores with the server if the server runs here.
 //!
 //! [`plan`] draws the requests and [`stats`] computes the figures; this file sends and prints.
@@ -35,9 +36,9 @@ pub struct BenchArgs {
     /// Sent as `Authorization: Bearer` [default: $DUNLIN_API_KEY]
     #[arg(long, hide_default_value = true)]
     pub api_key: Option<String>,
-    /// Model name [default: the first that the endpoint lists]
+    /// Name of the model to ask for [default: the first that the endpoint lists]
     #[arg(long)]
-    model: Option<String>,
+    model_name: Option<String>,
     /// How many requests to measure
     #[arg(long, short = 'n', default_value_t = 64)]
     requests: usize,
@@ -106,7 +107,7 @@ pub async fn run(args: &BenchArgs, url: &str) -> Result<()> {
     let options = options(args)?;
     let key = args.api_key.clone().or_else(|| std::env::var("DUNLIN_API_KEY").ok());
     let client = Client::new(url, key)?;
-    let model = match &args.model {
+    let model = match &args.model_name {
         Some(model) => model.clone(),
         None => first_model(&client).await?,
     };
@@ -180,7 +181,7 @@ fn options(args: &BenchArgs) -> Result<Options> {
 async fn first_model(client: &Client) -> Result<String> {
     let models = client.get("/v1/models").await?;
     let id = models["data"][0]["id"].as_str();
-    Ok(id.context("the endpoint lists no model; name one with --model")?.to_owned())
+    Ok(id.context("the endpoint lists no model; name one with --model-name")?.to_owned())
 }
 
 /// What all requests of a run share.
