@@ -10,13 +10,19 @@
 //! made: `tools/make_fixtures.py` and the `meta` of each file.
 
 mod golden;
+#[path = "../../model/tests/passes/group.rs"]
+mod group;
 mod runner;
+mod same_bits;
 
 use dunlin_backend::{Backend, Precision, Reference};
 use dunlin_cpu::{CpuBackend, CpuOptions};
 use dunlin_model::loader::ModelFiles;
 use golden::{Golden, data, downloaded, steps_file, summary_file};
-use runner::{Runner, argmax, divergence};
+use runner::{CHUNK, Runner, argmax, divergence};
+
+const SMOLLM2: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+const GEMMA3: &str = "gemma-3-270m-q4_k_m.gguf";
 
 const LOGIT_BOUND: f32 = 5e-3;
 const CLEAR_MARGIN: f32 = 0.01;
@@ -49,7 +55,7 @@ fn cpu_matches_tiny_mixtral() {
 
 #[test]
 fn cpu_matches_smollm2() {
-    let model = ModelFiles::open(&downloaded("SmolLM2-135M-Instruct.Q4_1.gguf")).expect("a model");
+    let model = ModelFiles::open(&downloaded(SMOLLM2)).expect("a model");
     let mut goldens = steps_file(&data("golden/smollm2-135m-instruct-q4_1.steps.json"));
     goldens.extend(summary_file(&data("golden/smollm2-135m-instruct-q4_1.logits.json")));
     exact_and_fast(&model, &goldens);
@@ -57,9 +63,34 @@ fn cpu_matches_smollm2() {
 
 #[test]
 fn cpu_matches_gemma3() {
-    let model = ModelFiles::open(&downloaded("gemma-3-270m-q4_k_m.gguf")).expect("a model");
+    let model = ModelFiles::open(&downloaded(GEMMA3)).expect("a model");
     let goldens = summary_file(&data("golden/gemma3-270m-q4_k_m.logits.json"));
     exact_and_fast(&model, &goldens);
+}
+
+/// Three ranks with a third of the heads, the feed-forward and the vocabulary each: slices of
+/// quantised rows and columns.
+#[test]
+fn three_ranks_match_smollm2() {
+    let model = ModelFiles::open(&downloaded(SMOLLM2)).expect("a model");
+    let all = summary_file(&data("golden/smollm2-135m-instruct-q4_1.logits.json"));
+    let some: Vec<&Golden> = all.iter().filter(|g| g.prompt < 60).collect();
+    assert!(some.len() >= 4, "{} short prompts", some.len());
+    std::thread::scope(|scope| {
+        for (rank, mut member) in group::group(3).into_iter().enumerate() {
+            let (model, some) = (&model, &some);
+            scope.spawn(move || {
+                let options = CpuOptions { threads: 1, precision: Precision::Exact, path: None };
+                let backend = CpuBackend::new(options).expect("a CPU backend");
+                let mut runner = Runner::rank(backend, model, 128, rank, 3);
+                for golden in some {
+                    let fed = &golden.ids[..golden.ids.len() - 1];
+                    let rows = runner.logits_with(fed, golden.prompt - 1, CHUNK, &mut member);
+                    compare(golden, &rows);
+                }
+            });
+        }
+    });
 }
 
 fn tiny<B: Backend>(name: &str, backend: B) {

@@ -1,14 +1,14 @@
 //! One sequence through a whole model on any backend.
 
 use dunlin_backend::{Backend, KvSpec, SeqRows};
-use dunlin_model::engine::{Alone, StageSpec};
+use dunlin_model::engine::{Alone, Collective, StageSpec};
 use dunlin_model::forward::{self, Rows, Workspace};
 use dunlin_model::stage::StageWeights;
 use dunlin_model::weights::WeightSource;
 
 const BLOCK_TOKENS: usize = 16;
-/// Tokens run at once.
-const CHUNK: usize = 64;
+/// Most tokens run at once.
+pub const CHUNK: usize = 64;
 
 pub struct Runner<B: Backend> {
     backend: B,
@@ -21,14 +21,25 @@ pub struct Runner<B: Backend> {
 impl<B: Backend> Runner<B> {
     /// For sequences of at most `tokens` tokens.
     pub fn new(backend: B, model: &dyn WeightSource, tokens: usize) -> Self {
+        Self::rank(backend, model, tokens, 0, 1)
+    }
+
+    /// One tensor rank of `ranks`.
+    pub fn rank(
+        backend: B,
+        model: &dyn WeightSource,
+        tokens: usize,
+        rank: usize,
+        ranks: usize,
+    ) -> Self {
         let layers = model.spec().layers;
         let blocks = tokens.div_ceil(BLOCK_TOKENS);
         let stage = StageSpec {
             layers: 0..layers,
             first: true,
             last: true,
-            rank: 0,
-            ranks: 1,
+            rank,
+            ranks,
             kv_blocks: blocks,
             block_tokens: BLOCK_TOKENS,
             max_tokens: CHUNK,
@@ -36,7 +47,7 @@ impl<B: Backend> Runner<B> {
         let weights = StageWeights::load(&backend, model, &stage).expect("weights");
         let kv = backend.kv(&KvSpec {
             layers,
-            kv_heads: weights.spec.kv_heads,
+            kv_heads: weights.split.kv_heads.len(),
             head_dim: weights.spec.head_dim,
             blocks,
             block_tokens: BLOCK_TOKENS,
@@ -46,27 +57,37 @@ impl<B: Backend> Runner<B> {
         Self { kv: kv.expect("a KV store"), backend, weights, workspace, blocks }
     }
 
-    /// Logits of positions `from..` of `ids`, run from the start. Blocks lie in descending order,
-    /// so that nothing holds only for a contiguous store.
+    /// Logits of positions `from..` of `ids`, run from the start.
     pub fn logits(&mut self, ids: &[u32], from: usize) -> Vec<Vec<f32>> {
+        self.logits_with(ids, from, CHUNK, &mut Alone)
+    }
+
+    /// The same in chunks of `chunk` tokens, with the other ranks of a group. Blocks lie in
+    /// descending order, so that nothing holds only for a contiguous store.
+    pub fn logits_with(
+        &mut self,
+        ids: &[u32],
+        from: usize,
+        chunk: usize,
+        group: &mut dyn Collective,
+    ) -> Vec<Vec<f32>> {
         let mut rows = Vec::new();
-        for (index, chunk) in ids.chunks(CHUNK).enumerate() {
-            let position = index * CHUNK;
+        for (index, part) in ids.chunks(chunk).enumerate() {
+            let position = index * chunk;
             let seqs = [SeqRows {
-                rows: 0..chunk.len(),
+                rows: 0..part.len(),
                 position,
                 blocks: (0..self.blocks).rev().collect(),
             }];
-            let positions: Vec<u32> = (position..).take(chunk.len()).map(|p| p as u32).collect();
+            let positions: Vec<u32> = (position..).take(part.len()).map(|p| p as u32).collect();
             let wanted: Vec<u32> =
-                (0..chunk.len()).filter(|i| position + i >= from).map(|i| i as u32).collect();
+                (0..part.len()).filter(|i| position + i >= from).map(|i| i as u32).collect();
             let (backend, weights, ws) = (&self.backend, &self.weights, &mut self.workspace);
-            ws.begin(backend, chunk.len()).expect("room");
-            forward::embed(backend, weights, chunk, ws).expect("embed");
+            ws.begin(backend, part.len()).expect("room");
+            forward::embed(backend, weights, part, ws).expect("embed");
             let place = Rows { seqs: &seqs, positions: &positions };
-            forward::layers(backend, weights, &place, &mut self.kv, &mut Alone, ws)
-                .expect("layers");
-            forward::logits(backend, weights, &wanted, &mut Alone, ws, |_, row| {
+            forward::layers(backend, weights, &place, &mut self.kv, group, ws).expect("layers");
+            forward::logits(backend, weights, &wanted, group, ws, |_, row| {
                 rows.push(row.to_vec());
             })
             .expect("logits");
