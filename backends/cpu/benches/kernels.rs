@@ -1,6 +1,6 @@
 //! What the ops of one transformer cost on this machine, op by op, beside what memory can deliver.
 //!
-//! `cargo bench -p dunlin-cpu -- [threads] [fast|exact]`: a random model in the shape of SmolLM2-135M (Q4_1, Q8_0
+//! `cargo bench -p dunlin-cpu -- [threads] [fast|exact] [prefill]`: a random model in the shape of SmolLM2-135M (Q4_1, Q8_0
 //! head), decoded and prefilled with synthetic activations; figures are the best of several runs,
 //! since other work only ever adds time. On one thread the clock is that thread's own processor
 //! time, which a busy machine hardly disturbs. `DUNLIN_CPU` chooses the instruction path.
@@ -58,8 +58,11 @@ fn main() {
         naive_twin(&b);
         let mut m = Model::new(&b);
         println!("weights: {:.1} MB", m.bytes as f64 / 1e6);
+        let prefill = only("prefill");
         for (rows, past) in [(1, 0), (1, 255), (4, 255), (1, 1000), (512, 0)] {
-            m.measure(rows, past, bandwidth);
+            if !prefill || rows > 16 {
+                m.measure(rows, past, bandwidth);
+            }
         }
     }
 }

@@ -119,7 +119,7 @@ impl Kernel for Run<'_> {
                 count += 1;
                 if count == MOST_QUERIES {
                     // SAFETY: as this function.
-                    unsafe { attend::<L, 4, 1>(&a, &seq.blocks, task.kv_head, &queries) };
+                    unsafe { attend::<L, 4, 2>(&a, &seq.blocks, task.kv_head, &queries) };
                     count = 0;
                 }
             }
@@ -194,12 +194,28 @@ unsafe fn attend<L: Lanes, const N: usize, const M: usize>(
                     break;
                 }
                 let values = a.layer.add(a.layout.value_tile(blocks, tile, kv_head));
+                // All weights first: their long chains of operations overlap.
+                let none = Weights { of: [0.0; LANES], shrink: L::splat(1.0), visible: 0..0 };
+                let mut parts: [Weights<L>; N] = std::array::from_fn(|_| none.clone());
+                let mut whole = true;
                 for n in 0..N {
                     let start = tile * KV_TILE;
                     let visible = queries[n].first.saturating_sub(start)
                         ..(queries[n].position + 1).saturating_sub(start).min(KV_TILE);
-                    if !visible.is_empty() {
-                        state[n].update(a, scores[m][n], visible, values, queries[n].out);
+                    whole &= visible == (0..KV_TILE);
+                    parts[n].visible = visible;
+                    if !parts[n].visible.is_empty() {
+                        state[n].weigh(a.params, scores[m][n], &mut parts[n]);
+                    }
+                }
+                let done = if whole && N > 1 {
+                    accumulate_all(&a.layout, &parts, values, queries)
+                } else {
+                    0
+                };
+                for n in 0..N {
+                    if !parts[n].visible.is_empty() {
+                        accumulate(&a.layout, &parts[n], values, queries[n].out, done);
                     }
                 }
             }
@@ -220,66 +236,106 @@ struct State<L> {
     sums: L,
 }
 
+/// What one tile adds to one query.
+#[derive(Clone)]
+struct Weights<L> {
+    of: [f32; LANES],
+    /// What the sum so far is multiplied with.
+    shrink: L,
+    visible: Range<usize>,
+}
+
 impl<L: Lanes> State<L> {
-    /// # Safety
-    /// `values` points to the tile's values, `out` to the head's output.
+    /// Takes a tile's scores into the softmax and gives the weights of its values.
     #[inline(always)]
-    unsafe fn update(
-        &mut self,
-        a: &Attend<'_>,
-        scores: L,
-        visible: Range<usize>,
-        values: *const f32,
-        out: *mut f32,
-    ) {
-        let mut s = scores.mul(L::splat(a.params.scale));
-        if let Some(cap) = a.params.softcap {
+    fn weigh(&mut self, params: &AttentionParams, scores: L, weights: &mut Weights<L>) {
+        let mut s = scores.mul(L::splat(params.scale));
+        if let Some(cap) = params.softcap {
             s = tanh(s.div(L::splat(cap))).mul(L::splat(cap));
         }
-        let s = s.keep(visible.start, visible.end, L::splat(f32::NEG_INFINITY));
+        let Range { start, end } = weights.visible;
+        let s = s.keep(start, end, L::splat(f32::NEG_INFINITY));
         let here = s.largest();
         let largest = if self.largest > here { self.largest } else { here };
         let p = exp(s.sub(L::splat(largest)));
-        let mut weights = [0.0f32; LANES];
-        // SAFETY: `weights` has 16 floats.
-        unsafe { p.store(weights.as_mut_ptr()) };
+        // SAFETY: the array has 16 floats.
+        unsafe { p.store(weights.of.as_mut_ptr()) };
         // `exp(0)` is 1, and multiplying by 1 changes no bit, so an unchanged maximum costs nothing.
-        let shrink = if largest == self.largest {
+        weights.shrink = if largest == self.largest {
             L::splat(1.0)
         } else {
             exp(L::splat(self.largest - largest))
         };
-        self.sums = self.sums.fma(shrink, p);
+        self.sums = self.sums.fma(weights.shrink, p);
         self.largest = largest;
-        // SAFETY: the caller's promise.
-        unsafe { accumulate(&a.layout, &weights, visible, shrink, values, out) };
     }
 }
 
-/// `out = out * shrink + sum over j of weights[j] * values[j]`, `j` ascending.
+/// [`accumulate`] for queries that all see the whole tile, loading each value once. Returns how
+/// many elements are done: whole pairs of vectors.
 ///
 /// # Safety
-/// As [`State::update`].
+/// As [`attend`]; `values` points to the tile's values.
+#[inline(always)]
+unsafe fn accumulate_all<L: Lanes, const N: usize>(
+    layout: &KvLayout,
+    weights: &[Weights<L>; N],
+    values: *const f32,
+    queries: &[Query; N],
+) -> usize {
+    let mut e = 0;
+    // SAFETY: elements below `head_dim` of outputs and values.
+    unsafe {
+        while e + 2 * LANES <= layout.head_dim {
+            let mut acc = [[L::splat(0.0); 2]; N];
+            for n in 0..N {
+                let out = queries[n].out.add(e);
+                acc[n] = [L::load(out), L::load(out.add(LANES))];
+                acc[n] = [acc[n][0].mul(weights[n].shrink), acc[n][1].mul(weights[n].shrink)];
+            }
+            for j in 0..KV_TILE {
+                let v = values.add(j * layout.value_stride + e);
+                let (v0, v1) = (L::load(v), L::load(v.add(LANES)));
+                for n in 0..N {
+                    let w = L::splat(weights[n].of[j]);
+                    acc[n] = [w.fma(v0, acc[n][0]), w.fma(v1, acc[n][1])];
+                }
+            }
+            for n in 0..N {
+                let out = queries[n].out.add(e);
+                acc[n][0].store(out);
+                acc[n][1].store(out.add(LANES));
+            }
+            e += 2 * LANES;
+        }
+    }
+    e
+}
+
+/// `out = out * shrink + sum over j of weights[j] * values[j]`, `j` ascending, for the elements
+/// from `e` on.
+///
+/// # Safety
+/// `values` points to the tile's values, `out` to the head's output.
 #[inline(always)]
 unsafe fn accumulate<L: Lanes>(
     layout: &KvLayout,
-    weights: &[f32; LANES],
-    visible: Range<usize>,
-    shrink: L,
+    weights: &Weights<L>,
     values: *const f32,
     out: *mut f32,
+    mut e: usize,
 ) {
+    let Weights { of, shrink, visible } = weights;
     let d = layout.head_dim;
-    let mut e = 0;
     // SAFETY: elements below `d` of the output; values are padded to whole vectors.
     unsafe {
         while e + 4 * LANES <= d {
-            let mut acc = [shrink; 4];
+            let mut acc = [*shrink; 4];
             for (i, acc) in acc.iter_mut().enumerate() {
-                *acc = L::load(out.add(e + i * LANES)).mul(shrink);
+                *acc = L::load(out.add(e + i * LANES)).mul(*shrink);
             }
             for j in visible.clone() {
-                let w = L::splat(weights[j]);
+                let w = L::splat(of[j]);
                 let v = values.add(j * layout.value_stride + e);
                 for (i, acc) in acc.iter_mut().enumerate() {
                     *acc = w.fma(L::load(v.add(i * LANES)), *acc);
@@ -292,10 +348,10 @@ unsafe fn accumulate<L: Lanes>(
         }
         while e < d {
             let n = LANES.min(d - e);
-            let mut acc = load_part::<L>(out.add(e), n).mul(shrink);
+            let mut acc = load_part::<L>(out.add(e), n).mul(*shrink);
             for j in visible.clone() {
                 let v = L::load(values.add(j * layout.value_stride + e));
-                acc = L::splat(weights[j]).fma(v, acc);
+                acc = L::splat(of[j]).fma(v, acc);
             }
             store_part(acc, out.add(e), n);
             e += n;

@@ -368,7 +368,7 @@ unsafe fn fast_tile<L: Lanes, F: Format, const T: usize>(
             let (scale, min) = scale_min::<L, F>(l, base, b);
             for t in 0..T {
                 let a = &*acts.add(t);
-                let dot = L::to_f32(block_dot::<L, F>(l, base, b, &w, a));
+                let dot = L::to_f32(block_dot::<L, F, T>(l, base, b, &w, a));
                 acc[t] = scale.mul(L::splat(a.d)).fma(dot, acc[t]);
                 if matches!(F::SCALES, Scales::HalfMin | Scales::Super) {
                     acc[t] = min.fma(L::splat(a.sum), acc[t]);
@@ -385,7 +385,7 @@ unsafe fn fast_tile<L: Lanes, F: Format, const T: usize>(
 /// # Safety
 /// As [`fast_tile`].
 #[inline(always)]
-unsafe fn block_dot<L: Lanes, F: Format>(
+unsafe fn block_dot<L: Lanes, F: Format, const T: usize>(
     l: &Layout,
     panel: *const u8,
     b: usize,
@@ -393,13 +393,14 @@ unsafe fn block_dot<L: Lanes, F: Format>(
     a: &ActBlock,
 ) -> L::I {
     let q = a.q.as_ptr();
+    let chains = if T >= 4 { 1 } else { 2 };
     // SAFETY: a block has 32 activations and two rows of 16 int8 scales.
     unsafe {
         if matches!(F::SCALES, Scales::Halves) {
             let scale = panel.add(l.scales + b * F::SCALE_BYTES);
             let [w0, w1, w2, w3, w4, w5, w6, w7] = *w;
-            let low = L::dot(F::CODES, &[w0, w1, w2, w3], q, a.minus32[0]);
-            let high = L::dot(F::CODES, &[w4, w5, w6, w7], q.add(16), a.minus32[1]);
+            let low = L::dot(F::CODES, chains, &[w0, w1, w2, w3], q, a.minus32[0]);
+            let high = L::dot(F::CODES, chains, &[w4, w5, w6, w7], q.add(16), a.minus32[1]);
             let low = L::i_mul(low, L::i_load_i8(scale));
             return L::i_add(low, L::i_mul(high, L::i_load_i8(scale.add(16))));
         }
@@ -410,7 +411,7 @@ unsafe fn block_dot<L: Lanes, F: Format>(
             128 => a.minus128,
             _ => 0,
         };
-        L::dot(F::CODES, w, q, bias)
+        L::dot(F::CODES, chains, w, q, bias)
     }
 }
 

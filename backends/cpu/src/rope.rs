@@ -51,8 +51,8 @@ impl Tables {
             self.tables.len() - 1
         });
         let table = &mut self.tables[index];
-        let end = positions.iter().max().map_or(0, |p| *p as usize + 1);
-        table.fill(end.next_multiple_of(GROW).min(MOST_CACHED));
+        let kept = positions.iter().map(|p| *p as usize + 1).filter(|end| *end <= MOST_CACHED);
+        table.fill(kept.max().map_or(0, |end| end.next_multiple_of(GROW)));
         table
     }
 }

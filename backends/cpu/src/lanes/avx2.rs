@@ -312,6 +312,7 @@ unsafe impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn dot<const N: usize>(
         codes: Codes,
+        _: usize,
         w: &[Self::I; N],
         a: *const i8,
         bias: i32,

@@ -200,20 +200,26 @@ unsafe impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    unsafe fn dot<const N: usize>(_: Codes, w: &[Self::I; N], a: *const i8, bias: i32) -> Self::I {
+    unsafe fn dot<const N: usize>(
+        _: Codes,
+        chains: usize,
+        w: &[Self::I; N],
+        a: *const i8,
+        bias: i32,
+    ) -> Self::I {
         op!({
             // Two chains hide the latency of vpdpbusd; integers add up alike in any order.
             let mut even = _mm512_set1_epi32(bias);
             let mut odd = _mm512_setzero_si512();
             for g in 0..N {
                 let a = _mm512_set1_epi32(a.add(4 * g).cast::<i32>().read_unaligned());
-                if g % 2 == 0 {
+                if chains == 1 || g % 2 == 0 {
                     even = _mm512_dpbusd_epi32(even, w[g], a);
                 } else {
                     odd = _mm512_dpbusd_epi32(odd, w[g], a);
                 }
             }
-            _mm512_add_epi32(even, odd)
+            if chains == 1 { even } else { _mm512_add_epi32(even, odd) }
         })
     }
 }

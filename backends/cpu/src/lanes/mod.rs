@@ -114,11 +114,13 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
 
     /// `bias + sum over g of dot4(w[g], a[4g..4g+4])` in every lane: unsigned codes times signed
     /// activations, four per lane and group, exact. With [`Codes::Byte`] the dot product is that of
-    /// `code - 128` where [`Lanes::SIGNED_BYTES`] says so.
+    /// `code - 128` where [`Lanes::SIGNED_BYTES`] says so. `chains` (1 or 2, a constant) is how many
+    /// sums to keep in flight: a tile of many rows hides latency by itself.
     /// # Safety
     /// `a` points to `4 * N` readable activations within `-127..=127`.
     unsafe fn dot<const N: usize>(
         codes: Codes,
+        chains: usize,
         w: &[Self::I; N],
         a: *const i8,
         bias: i32,

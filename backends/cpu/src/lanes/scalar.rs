@@ -196,7 +196,13 @@ unsafe impl Lanes for Scalar {
     }
 
     #[inline(always)]
-    unsafe fn dot<const N: usize>(_: Codes, w: &[Self::I; N], a: *const i8, bias: i32) -> Self::I {
+    unsafe fn dot<const N: usize>(
+        _: Codes,
+        _: usize,
+        w: &[Self::I; N],
+        a: *const i8,
+        bias: i32,
+    ) -> Self::I {
         let mut acc = [bias; LANES];
         for (g, w) in w.iter().enumerate() {
             // SAFETY: `4 * N` activations are readable.
