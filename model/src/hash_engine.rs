@@ -182,13 +182,7 @@ impl HashEngine {
     fn run_layer(&mut self, layer: usize, seq: &BatchSeq, states: &mut [u64]) {
         let begin = seq.position as usize;
         let global = (self.stage.layers.start + layer) as u64;
-        let mut sum = 0u64;
-        for position in 0..begin {
-            let slot = self.slot(layer, seq, position);
-            sum = self.entries[slot..slot + self.heads.len()]
-                .iter()
-                .fold(sum, |sum, entry| sum.wrapping_add(read(*entry, position)));
-        }
+        let mut sum = self.sum_before(layer, seq, begin);
         for (offset, state) in states.iter_mut().enumerate() {
             let position = begin + offset;
             let slot = self.slot(layer, seq, position);
@@ -204,6 +198,21 @@ impl HashEngine {
             }
             *state = sum;
         }
+    }
+
+    /// The sum over all entries of positions `0..end`, block by block through the table.
+    fn sum_before(&self, layer: usize, seq: &BatchSeq, end: usize) -> u64 {
+        let (size, heads) = (self.stage.block_tokens, self.heads.len());
+        let mut sum = 0u64;
+        for first in (0..end).step_by(size) {
+            let slot = self.slot(layer, seq, first);
+            let slots = size.min(end - first);
+            let entries = &self.entries[slot..slot + slots * heads];
+            for (position, heads) in (first..).zip(entries.chunks_exact(heads)) {
+                sum = heads.iter().fold(sum, |sum, e| sum.wrapping_add(read(*e, position)));
+            }
+        }
+        sum
     }
 
     fn slot(&self, layer: usize, seq: &BatchSeq, position: usize) -> usize {
