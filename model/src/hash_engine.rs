@@ -263,7 +263,9 @@ impl HashEngine {
         let vocab = self.spec.vocab.max(1);
         let mut token = (mix(drawn) % u64::from(vocab)) as u32;
         match self.spec.eos {
-            Some((eos, every)) if drawn % u64::from(every.max(1)) == 0 => token = eos % vocab,
+            Some((eos, every)) if drawn.is_multiple_of(u64::from(every.max(1))) => {
+                token = eos % vocab
+            }
             // Otherwise never by accident, so that lengths are what was asked for.
             Some((eos, _)) if token == eos => token = (token + 1) % vocab,
             _ => {}

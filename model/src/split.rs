@@ -47,13 +47,13 @@ pub fn plan_split(spec: &ModelSpec, ranks: usize) -> Result<Vec<RankSplit>, Spli
     if ranks > spec.kv_heads {
         return Err(SplitError::TooFewHeads { kv_heads: spec.kv_heads, ranks });
     }
-    if spec.kv_heads == 0 || spec.heads % spec.kv_heads != 0 {
+    if spec.kv_heads == 0 || !spec.heads.is_multiple_of(spec.kv_heads) {
         let (heads, kv_heads) = (spec.heads, spec.kv_heads);
         return Err(SplitError::UnevenGroups { heads, kv_heads });
     }
     let group = spec.heads / spec.kv_heads;
     let ffn = spec.moe.as_ref().map_or(spec.ffn, |moe| moe.ffn);
-    if ranks > 1 && (ffn % COLUMN_UNIT != 0 || ffn / COLUMN_UNIT < ranks) {
+    if ranks > 1 && (!ffn.is_multiple_of(COLUMN_UNIT) || ffn / COLUMN_UNIT < ranks) {
         return Err(SplitError::FfnTooNarrow { ffn, ranks });
     }
     let unit = if ranks > 1 { COLUMN_UNIT } else { 1 };

@@ -116,7 +116,7 @@ pub struct AttentionParams {
 }
 
 /// One weight of a [`Backend::linear`] call: `out = x * weight^T (+ bias)`.
-pub struct LinearPart<'a, B: Backend + ?Sized> {
+pub struct LinearPart<'a, B: Backend> {
     pub weight: &'a B::Weight,
     /// One row of `out.cols` elements.
     pub bias: Option<&'a B::Tensor>,
@@ -124,7 +124,7 @@ pub struct LinearPart<'a, B: Backend + ?Sized> {
 }
 
 /// Weights of one mixture-of-experts block, one matrix per expert.
-pub struct Experts<'a, B: Backend + ?Sized> {
+pub struct Experts<'a, B: Backend> {
     pub gate: &'a [B::Weight],
     pub up: &'a [B::Weight],
     pub down: &'a [B::Weight],

@@ -173,7 +173,7 @@ impl Backend for Reference {
         eps: f32,
         segment: usize,
     ) -> Result<(), BackendError> {
-        let fits = segment > 0 && x.cols % segment == 0 && weight.data.len() == segment;
+        let fits = segment > 0 && x.cols.is_multiple_of(segment) && weight.data.len() == segment;
         require("rms_norm", fits, || {
             let have = weight.data.len();
             format!("segments of {segment} in {} columns, weight of {have}", x.cols)
@@ -214,7 +214,7 @@ impl Backend for Reference {
         rope: &Rope,
     ) -> Result<(), BackendError> {
         let (dim, half) = (rope.head_dim, rope.head_dim / 2);
-        let fits = dim > 0 && x.cols % dim == 0 && positions.len() == x.rows;
+        let fits = dim > 0 && x.cols.is_multiple_of(dim) && positions.len() == x.rows;
         require("rope", fits && rope.inv_freq.len() == half, || {
             let (p, f) = (positions.len(), rope.inv_freq.len());
             format!("[{}, {}] with {p} positions, heads of {dim}, {f} angles", x.rows, x.cols)

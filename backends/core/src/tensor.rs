@@ -49,7 +49,7 @@ impl DType {
 
     /// Bytes of a row of `cols` elements, or `None` where `cols` does not fill whole blocks.
     pub const fn row_bytes(self, cols: usize) -> Option<usize> {
-        if cols % self.block_elements() != 0 {
+        if !cols.is_multiple_of(self.block_elements()) {
             return None;
         }
         (cols / self.block_elements()).checked_mul(self.block_bytes())
