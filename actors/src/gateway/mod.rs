@@ -243,7 +243,9 @@ impl Actor for Gateway {
 /// A router that came back as a new life of its node has forgotten every request it had.
 async fn watch_router(registry: Arc<Registry>) {
     let mut events = registry.node.watch();
-    let mut known = None;
+    let peers = registry.node.peers();
+    let router = peers.into_iter().find(|peer| peer.node == registry.router.node);
+    let mut known = router.and_then(|peer| peer.incarnation);
     loop {
         match events.recv().await {
             Ok(PeerEvent::Up { peer }) if peer.node == registry.router.node => {

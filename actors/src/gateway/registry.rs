@@ -126,6 +126,7 @@ impl Clock {
         let (outcome, usage) = match event {
             StreamEvent::PromptLogprobs(_) => return,
             StreamEvent::Tokens { ids, .. } => {
+                metrics::counter!("dunlin_generation_tokens_total").increment(ids.len() as u64);
                 match self.last_token.replace(now) {
                     None => metrics::histogram!("dunlin_time_to_first_token_seconds")
                         .record(seconds(self.began)),
@@ -140,18 +141,19 @@ impl Clock {
             StreamEvent::Failed { usage, .. } => ("error", usage),
             StreamEvent::Cancelled { usage } => ("abort", usage),
         };
-        metrics::counter!("dunlin_request_success_total", "finished_reason" => outcome)
-            .increment(1);
+        ended(outcome);
         metrics::histogram!("dunlin_e2e_request_latency_seconds").record(seconds(self.began));
         metrics::histogram!("dunlin_request_prompt_tokens").record(f64::from(usage.prompt_tokens));
         metrics::histogram!("dunlin_request_generation_tokens")
             .record(f64::from(usage.completion_tokens));
         metrics::counter!("dunlin_prompt_tokens_total").increment(usage.prompt_tokens.into());
-        metrics::counter!("dunlin_generation_tokens_total")
-            .increment(usage.completion_tokens.into());
         metrics::counter!("dunlin_prompt_tokens_cached_total")
             .increment(usage.cached_tokens.into());
     }
+}
+
+fn ended(outcome: &'static str) {
+    metrics::counter!("dunlin_request_success_total", "finished_reason" => outcome).increment(1);
 }
 
 /// One request with the router. Dropping it before the terminal event cancels the work, which is
@@ -172,7 +174,7 @@ impl Guard {
         }
     }
 
-    /// The terminal event came, or the request was never accepted: nothing to cancel.
+    /// The terminal event came, or the request was not accepted: nothing to cancel.
     pub fn over(&mut self) {
         self.over = true;
     }
@@ -184,6 +186,8 @@ impl Drop for Guard {
         metrics::gauge!("dunlin_gateway_requests_open").decrement(1.0);
         if !self.cancelled && !self.over {
             self.registry.cancel(self.id, false);
+            // Its own terminal event finds nobody any more.
+            ended("abort");
         }
     }
 }

@@ -3,6 +3,7 @@
 use super::harness::*;
 use crate::gateway::{GatewayArgs, drain};
 use crate::messages::*;
+use dunlin_runtime::{Incarnation, MemoryNetwork, Node, NodeName, NodeOptions};
 use serde_json::json;
 use std::time::{Duration, Instant};
 
@@ -79,6 +80,43 @@ async fn a_router_that_falls_silent_ends_the_answer_by_its_deadline() {
         assert!(began.elapsed() < Duration::from_secs(8));
         assert_eq!(world.seen.lock().cancelled.len(), 2);
     }
+}
+
+/// A router on another node that dies and comes back has forgotten its requests: they end at
+/// once, not at their deadline. One that was only cut off for a while has not.
+#[tokio::test]
+async fn a_router_that_was_restarted_ends_what_it_lost() {
+    let network = std::sync::Arc::new(MemoryNetwork::new(1));
+    let name = |name: &str| NodeName::new(name).unwrap();
+    let start = |own: &str, peer: &str, life: u64| {
+        let mut options = NodeOptions::new(name(own), "test", format!("{own}:1"));
+        options.incarnation = Incarnation(life);
+        Node::start(options.peer(name(peer), format!("{peer}:1")), network.clone())
+    };
+    let mute = || -> Plan { Box::new(|_| Script::Run(Run { end: End::Nothing, ..run("abc") })) };
+    let head = start("head", "front", 1).await.unwrap();
+    let seen = std::sync::Arc::new(parking_lot::Mutex::new(Seen::default()));
+    let router = start_router(&head, seen.clone(), mute());
+    let front = start("front", "head", 1).await.unwrap();
+    let at_head = head.address("router", "main");
+    let world = world_on(front, mute(), |args| args.router = at_head).await;
+
+    let mut client = world.client().await;
+    client.post("/v1/completions", &completion(json!({"stream": true})).to_string()).await;
+    client.until("\"c\"").await;
+    network.partition(&name("front"), &name("head"));
+    tokio::time::sleep(Duration::from_millis(1200)).await;
+    network.heal(&name("front"), &name("head"));
+    let early = tokio::time::timeout(Duration::from_millis(500), client.until("[DONE]")).await;
+    assert!(early.is_err(), "ended by a router that still has it");
+
+    drop(router);
+    head.shutdown().await;
+    let head = start("head", "front", 2).await.unwrap();
+    let _router = start_router(&head, seen, mute());
+    let rest = client.until("data: [DONE]\n\n").await;
+    assert!(rest.contains("was restarted and has lost this request"), "{rest}");
+    assert_eq!(rest.matches("\"error\"").count(), 1);
 }
 
 #[tokio::test]

@@ -90,6 +90,11 @@ pub async fn world_with(plan: Plan, change: impl FnOnce(&mut GatewayArgs)) -> Wo
     let name = NodeName::new("front").unwrap();
     let options = NodeOptions::new(name, "test", "front:1");
     let node = Node::start(options, Arc::new(MemoryNetwork::new(1))).await.unwrap();
+    world_on(node, plan, change).await
+}
+
+/// The gateway, and unless `change` says otherwise the router, on `node`.
+pub async fn world_on(node: Node, plan: Plan, change: impl FnOnce(&mut GatewayArgs)) -> World {
     let seen = Arc::new(Mutex::new(Seen::default()));
     let router = start_router(&node, seen.clone(), plan);
     let ready = Arc::new(Mutex::new(Ok(())));
@@ -113,7 +118,7 @@ pub async fn world_with(plan: Plan, change: impl FnOnce(&mut GatewayArgs)) -> Wo
     World { address, gateway, seen, node, router: Mutex::new(Some(router)), ready }
 }
 
-fn start_router(node: &Node, seen: Arc<Mutex<Seen>>, plan: Plan) -> Export {
+pub fn start_router(node: &Node, seen: Arc<Mutex<Seen>>, plan: Plan) -> Export {
     let home = node.clone();
     node.export::<RouterProtocol>("router", "main", move |inbound| match inbound {
         Inbound::Call { msg: RouterCall::Submit(request), reply, .. } => {
