@@ -7,6 +7,9 @@
 //! absolute position and those without a visible key are skipped, so neither block size nor chunk
 //! boundaries matter. Keys that are not visible are never read into a result, whatever they hold.
 
+// Indices run over several register arrays at once, whose loops the compiler unrolls.
+#![allow(clippy::needless_range_loop)]
+
 use crate::kv::{CpuKv, KvLayout};
 use crate::lanes::{Kernel, LANES, Lanes, load_part, store_part};
 use crate::math::{exp, tanh};

@@ -121,7 +121,7 @@ impl CpuBackend {
     ) -> Result<(), BackendError> {
         const OP: &str = "rms_norm";
         same(OP, "columns of the weight", weight.cols, segment)?;
-        if weight.rows == 0 || segment == 0 || x.cols % segment != 0 {
+        if weight.rows == 0 || segment == 0 || !x.cols.is_multiple_of(segment) {
             return Err(shape(OP, format!("{} columns in segments of {segment}", x.cols)));
         }
         self.each_row(x.rows, x.cols, |row| RmsNorm {
@@ -212,7 +212,7 @@ impl Backend for CpuBackend {
 
     fn upload(&self, src: &[f32], dst: &mut CpuTensor) -> Result<(), BackendError> {
         const OP: &str = "upload";
-        if dst.cols == 0 || src.len() % dst.cols != 0 {
+        if dst.cols == 0 || !src.len().is_multiple_of(dst.cols) {
             return Err(shape(OP, format!("{} elements in rows of {}", src.len(), dst.cols)));
         }
         dst.set_rows(OP, src.len() / dst.cols)?;

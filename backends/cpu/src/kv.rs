@@ -35,7 +35,7 @@ pub(crate) struct KvLayout {
 
 impl CpuKv {
     pub(crate) fn new(spec: &KvSpec) -> Result<Self, BackendError> {
-        let whole_tiles = spec.block_tokens > 0 && spec.block_tokens % KV_TILE == 0;
+        let whole_tiles = spec.block_tokens > 0 && spec.block_tokens.is_multiple_of(KV_TILE);
         if !whole_tiles || spec.head_dim == 0 || spec.kv_heads == 0 {
             return Err(shape(
                 "kv",

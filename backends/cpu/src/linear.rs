@@ -10,6 +10,9 @@
 //!
 //! A bias is added last.
 
+// Indices run over several register arrays at once, whose loops the compiler unrolls.
+#![allow(clippy::needless_range_loop)]
+
 use crate::activations::{ActBlock, Quantise, TILE, tile_width};
 use crate::lanes::{Codes, Kernel, LANES, Lanes, dispatch};
 use crate::memory::Buf;

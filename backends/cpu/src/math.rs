@@ -35,10 +35,12 @@ pub(crate) fn silu<L: Lanes>(x: L) -> L {
 #[inline(always)]
 pub(crate) fn gelu_tanh<L: Lanes>(x: L) -> L {
     let cubic = L::splat(0.044_715).fma(x.mul(x), L::splat(1.0));
-    let minus_two_u = x.mul(cubic).mul(L::splat(-1.595_769_1));
+    let minus_two_u = x.mul(cubic).mul(L::splat(-1.595_769));
     x.div(L::splat(1.0).add(exp(minus_two_u)))
 }
 
+// Coefficients as Cephes tabulates them.
+#[allow(clippy::excessive_precision)]
 #[inline(always)]
 pub(crate) fn tanh<L: Lanes>(x: L) -> L {
     let z = x.mul(x);

@@ -30,7 +30,8 @@ pub(crate) struct Table {
 
 pub(crate) fn check(x: &CpuTensor, positions: &[u32], rope: &Rope) -> Result<(), BackendError> {
     const OP: &str = "rope";
-    if rope.head_dim == 0 || rope.head_dim % 2 != 0 || x.cols % rope.head_dim != 0 {
+    let whole = rope.head_dim.is_multiple_of(2) && x.cols.is_multiple_of(rope.head_dim);
+    if rope.head_dim == 0 || !whole {
         let detail = format!("{} columns do not hold heads of {}", x.cols, rope.head_dim);
         return Err(shape(OP, detail));
     }

@@ -16,9 +16,9 @@ pub struct CpuTensor {
 
 impl CpuTensor {
     pub(crate) fn new(capacity: usize, cols: usize) -> Result<Self, BackendError> {
-        let stride = cols.next_multiple_of(LANES);
-        // An impossible size becomes one that the allocation refuses.
-        let len = capacity.checked_mul(stride).unwrap_or(usize::MAX);
+        // An impossible size saturates to one that the allocation refuses.
+        let stride = cols.checked_next_multiple_of(LANES).unwrap_or(usize::MAX);
+        let len = capacity.saturating_mul(stride);
         let data = Buf::new(len, &format!("a tensor [{capacity}, {cols}]"), false)?;
         Ok(Self { data, rows: capacity, cols, capacity, stride })
     }

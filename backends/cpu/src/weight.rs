@@ -186,7 +186,7 @@ impl CpuWeight {
         let (rows, cols) = (part.rows.len(), part.cols.len());
         let layout = Layout::new(Form::of(t.dtype), t.dtype, &part.cols);
         let panels = rows.div_ceil(LANES);
-        let bytes = layout.panel.checked_mul(panels).unwrap_or(usize::MAX);
+        let bytes = layout.panel.saturating_mul(panels);
         let (what, free) = (format!("weight '{}'", t.name), free_bytes());
         if bytes as u64 > free {
             let (device, need) = ("cpu".into(), bytes as u64);
@@ -268,8 +268,8 @@ impl Shared {
 
 fn check_part(t: &HostTensor, part: &Part) -> Result<(), BackendError> {
     let inside = |r: &Range<usize>, n: usize| r.start < r.end && r.end <= n;
-    let whole_blocks =
-        t.dtype.block_elements() == 1 || part.cols.start % 32 == 0 && part.cols.end % 32 == 0;
+    let whole_blocks = t.dtype.block_elements() == 1
+        || (part.cols.start | part.cols.end).is_multiple_of(SUB_BLOCK);
     if inside(&part.rows, t.rows) && inside(&part.cols, t.cols) && whole_blocks {
         return Ok(());
     }

@@ -137,14 +137,12 @@ fn extreme_codes_are_exact() {
             for block in data.chunks_exact_mut(dtype.block_bytes()) {
                 let scales: Vec<u8> = block.to_vec();
                 block.fill(fill);
-                let keep: &[std::ops::Range<usize>] = match dtype {
-                    DType::Q6_K => &[208..210],
-                    DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => &[0..4],
-                    _ => &[0..2],
+                let keep = match dtype {
+                    DType::Q6_K => 208..210,
+                    DType::Q4_1 | DType::Q5_1 | DType::Q4_K | DType::Q5_K => 0..4,
+                    _ => 0..2,
                 };
-                for r in keep {
-                    block[r.clone()].copy_from_slice(&scales[r.clone()]);
-                }
+                block[keep.clone()].copy_from_slice(&scales[keep]);
             }
             let t = dunlin_backend::HostTensor { data: data.into(), ..t };
             for sign in [[1.0, 1.0], [-1.0, -1.0], [1.0, -1.0]] {

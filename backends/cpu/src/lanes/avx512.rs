@@ -211,12 +211,12 @@ unsafe impl Lanes for Avx512 {
             // Two chains hide the latency of vpdpbusd; integers add up alike in any order.
             let mut even = _mm512_set1_epi32(bias);
             let mut odd = _mm512_setzero_si512();
-            for g in 0..N {
+            for (g, w) in w.iter().enumerate() {
                 let a = _mm512_set1_epi32(a.add(4 * g).cast::<i32>().read_unaligned());
                 if chains == 1 || g % 2 == 0 {
-                    even = _mm512_dpbusd_epi32(even, w[g], a);
+                    even = _mm512_dpbusd_epi32(even, *w, a);
                 } else {
-                    odd = _mm512_dpbusd_epi32(odd, w[g], a);
+                    odd = _mm512_dpbusd_epi32(odd, *w, a);
                 }
             }
             if chains == 1 { even } else { _mm512_add_epi32(even, odd) }
