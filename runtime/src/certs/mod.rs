@@ -2,10 +2,12 @@
 //!
 //! In the certificates' folder (`STATE_DIR/certs`):
 //!
-//!     ca.pem ca.key cluster.id     the authority; ca.key stays on the machine that made it
-//!     bundle-NAME/                 all that node NAME needs, to be copied to its machine
-//!         ca.pem node.pem node.key quic.key cluster.id
-//!         incarnation              how often the node has been started; written by it
+//! ```text
+//! ca.pem ca.key cluster.id     the authority; ca.key stays on the machine that made it
+//! bundle-NAME/                 all that node NAME needs, to be copied to its machine
+//!     ca.pem node.pem node.key quic.key cluster.id
+//!     incarnation              how often the node has been started; written by it
+//! ```
 //!
 //! Invariants: files are written whole or not at all; keys have mode 0600 from the start and are
 //! refused if others can read them; no key is ever printed.
