@@ -137,11 +137,17 @@ pub enum GatewayCast {
     Event { request: RequestId, event: StreamEvent },
 }
 
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum GatewayCall {
+    /// The router was restarted inside its node and has forgotten every request.
+    RouterRestarted,
+}
+
 impl Protocol for GatewayProtocol {
     const NAME: &'static str = "gateway";
     const VERSION: u16 = 1;
     type Cast = GatewayCast;
-    type Call = ();
+    type Call = GatewayCall;
     type Reply = ();
 }
 
@@ -486,6 +492,8 @@ pub enum PlacementCast {
     ReplicaBroken { replica: String, epoch: ReplicaEpoch, reason: String, suspects: Vec<RequestId> },
     /// The sending node wants to leave: its replicas get nothing new until it has come back.
     NodeDraining { node: NodeName },
+    /// The router was restarted: it knows no replica, and what runs belongs to nobody.
+    RouterRestarted,
 }
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

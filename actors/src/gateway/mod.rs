@@ -33,7 +33,7 @@ pub use http::DETAILS;
 pub use limits::Limits;
 pub use text::{ByteModel, ChatMessage, Detokenizer, TextError, TextModel};
 
-use crate::messages::GatewayProtocol;
+use crate::messages::{GatewayCall, GatewayProtocol};
 use auth::Keys;
 use dunlin_runtime::{Address, Export, ExportError, Inbound, Node, PeerEvent};
 use http::Shared;
@@ -49,6 +49,8 @@ use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tokio::task::{AbortHandle, JoinHandle};
+
+const ROUTER_RESTARTED: &str = "the router was restarted and has lost this request";
 
 /// Whether the cluster can serve; if not, why.
 pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
@@ -119,7 +121,10 @@ pub async fn start_gateway(
     let export =
         args.node.export::<GatewayProtocol>("gateway", "main", move |inbound| match inbound {
             Inbound::Cast { msg, .. } => inbox.dispatch(msg),
-            Inbound::Call { reply, .. } => reply.send(()),
+            Inbound::Call { msg: GatewayCall::RouterRestarted, reply, .. } => {
+                inbox.fail_all(ROUTER_RESTARTED);
+                reply.send(());
+            }
         })?;
     let shared = Arc::new(Shared {
         registry,
@@ -251,7 +256,7 @@ async fn watch_router(registry: Arc<Registry>) {
             Ok(PeerEvent::Up { peer }) if peer.node == registry.router.node => {
                 let before = known.replace(peer.incarnation);
                 if before.is_some_and(|before| before != peer.incarnation) {
-                    registry.fail_all("the router was restarted and has lost this request");
+                    registry.fail_all(ROUTER_RESTARTED);
                 }
             }
             Ok(_) | Err(tokio::sync::broadcast::error::RecvError::Lagged(_)) => {}

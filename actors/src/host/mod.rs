@@ -11,7 +11,8 @@ mod status;
 use crate::engines::Engines;
 use crate::gateway::{self, TextModel};
 use crate::messages::{
-    PlacementCast, PlacementProtocol, RouterCall, RouterProtocol, RouterReply, RouterStatus,
+    GatewayCall, GatewayProtocol, PlacementCast, PlacementProtocol, RouterCall, RouterProtocol,
+    RouterReply, RouterStatus,
 };
 use crate::placement::core::Placement;
 use crate::placement::planner::{PlanLimits, ReplicaWant};
@@ -275,6 +276,14 @@ impl Host {
         }
     }
 
+    /// Ends one of this node's actors as if it had failed, for fault injection; its supervisor
+    /// deals with it. False if there is none of this name.
+    pub async fn kill(&self, child: &str) -> bool {
+        let Ok(Some(cell)) = self.root.child(child).await else { return false };
+        cell.kill();
+        true
+    }
+
     /// Ends all actors and closes the links, so that peers see it at once.
     pub async fn stop(self) {
         self.probe.abort();
@@ -367,9 +376,21 @@ fn head_children(
     impossible: mpsc::UnboundedSender<String>,
 ) -> [ChildSpec; 2] {
     let (node, config) = (parts.node.clone(), options.router.clone());
+    let placement_address = node.address(placement::ROLE, placement::INSTANCE);
+    let nodes: Vec<NodeName> = options.nodes.iter().map(|(name, _)| name.clone()).collect();
+    let routers = std::sync::atomic::AtomicU64::new(0);
     let router = child("router", move |cell| {
-        let args = router::RouterArgs { node: node.clone(), config: config.clone() };
-        router::start_router(args, cell)
+        let again = routers.fetch_add(1, std::sync::atomic::Ordering::Relaxed) > 0;
+        let (node, config, placement) = (node.clone(), config.clone(), placement_address.clone());
+        let nodes = nodes.clone();
+        async move {
+            let args = router::RouterArgs { node: node.clone(), config };
+            let actor = router::start_router(args, cell).await?;
+            if again {
+                router_restarted(&node, &placement, &nodes);
+            }
+            Ok(actor)
+        }
     });
     let (node, engines, options) = (parts.node.clone(), parts.engines.clone(), options.clone());
     // A later life of placement gives out higher epochs than every earlier one: the incarnation
@@ -395,6 +416,20 @@ fn head_children(
         placement::start_placement(args, cell)
     });
     [router, placement]
+}
+
+/// What a router knew died with it: replicas are placed anew, open requests end with an error.
+fn router_restarted(node: &Node, placement: &Address, nodes: &[NodeName]) {
+    // Where placement is gone as well, its next life places everything anyway.
+    let _ = node.cast::<PlacementProtocol>(placement, &PlacementCast::RouterRestarted);
+    for name in nodes {
+        let (node, to) = (node.clone(), Address::new(name.clone(), "gateway", "main"));
+        tokio::spawn(async move {
+            // Most nodes have no gateway; one that cannot be reached is lost to its router too.
+            let call = GatewayCall::RouterRestarted;
+            let _ = node.call::<GatewayProtocol>(&to, &call, CALL_DEADLINE).await;
+        });
+    }
 }
 
 fn child<F, Fut>(id: &str, start: F) -> ChildSpec

@@ -37,6 +37,9 @@ pub enum Input {
     NodeDraining {
         node: NodeName,
     },
+    /// The router has forgotten every replica and request: all are placed anew, so that the work
+    /// of before is fenced off.
+    RouterRestarted,
     Loaded {
         replica: String,
         epoch: ReplicaEpoch,
@@ -161,6 +164,13 @@ impl Placement {
                 }
             }
             Input::NodeDraining { node } => self.drain_node(node, &mut out),
+            Input::RouterRestarted => {
+                let all: Vec<String> = self.replicas.keys().cloned().collect();
+                for replica in all {
+                    let reason = "the router was restarted".to_string();
+                    self.break_replica(now, &replica, reason, Vec::new(), false, &mut out);
+                }
+            }
             Input::Loaded { replica, epoch, node, result } => {
                 self.loaded(now, &replica, epoch, &node, result, &mut out)
             }

@@ -85,6 +85,7 @@ impl Actor for PlacementActor {
                         Input::Broken { replica, epoch, reason, suspects }
                     }
                     PlacementCast::NodeDraining { node } => Input::NodeDraining { node },
+                    PlacementCast::RouterRestarted => Input::RouterRestarted,
                 }),
                 Inbound::Call { msg: PlacementCall::Status, reply, .. } => Msg::Status(reply),
             };
