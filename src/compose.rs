@@ -8,6 +8,7 @@ use anyhow::{Context, Result};
 use dunlin_actors::engines::Engines;
 use dunlin_actors::gateway::{self, ByteModel, TextModel};
 use dunlin_actors::host::{Host, HostOptions, HostParts};
+use dunlin_actors::kv::KEY_SCHEMA;
 use dunlin_actors::placement::core::Intensity;
 use dunlin_actors::placement::planner::{PlanLimits, ReplicaWant};
 use dunlin_actors::router::RouterConfig;
@@ -122,6 +123,7 @@ async fn node(
     let mut options = NodeOptions::new(name.clone(), &config.cluster.name, own.address.to_string());
     options.incarnation = incarnation;
     options.head = Some(config.cluster.head.clone());
+    options.schema = KEY_SCHEMA;
     options.timing = Timing {
         heartbeat_ms,
         dead_ms: lease_ms,
