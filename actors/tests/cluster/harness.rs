@@ -232,7 +232,7 @@ impl LocalCluster {
     pub fn mixed(&self, id: u64, prompt_len: u32, max_tokens: u32) -> Request {
         let prompt = (0..prompt_len).map(|i| (id as u32 * 131 + i * 7) % 4096).collect();
         let mut request = self.request(id, prompt, max_tokens);
-        if id % 3 != 0 {
+        if !id.is_multiple_of(3) {
             request.sampling.temperature = 0.8;
             request.sampling.seed = id;
         }

@@ -57,7 +57,7 @@ async fn c62_clients_leave_at_any_moment_and_nothing_stays() {
         tokio::time::sleep(Duration::from_millis(rng.next() % 8)).await;
     }
     for id in 1..=100 {
-        if rng.next() % 2 == 0 {
+        if rng.next().is_multiple_of(2) {
             cluster.cancel(id);
         }
     }
