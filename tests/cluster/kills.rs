@@ -33,6 +33,8 @@ fn cold(body: &Value, salt: &str) -> Value {
 #[test]
 fn a_killed_worker_does_not_change_what_its_client_reads() {
     let cluster = Cluster::start("cluster.toml", &["kv.memory=128MiB"]);
+    let [greedy, sampled] = bodies(&cluster).map(|(_, body)| cluster.ask(&body).text);
+    assert_ne!(greedy, sampled, "sampling does something");
     for (name, body) in bodies(&cluster) {
         let whole = cluster.ask(&body);
         whole.check(name, TOKENS);
