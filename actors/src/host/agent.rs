@@ -16,12 +16,15 @@ use dunlin_runtime::supervise::{
     Backoff, ChildSpec, Intensity, Restart, Strategy, Supervisor, SupervisorHandle, SupervisorSpec,
     TreeNode, Verdict,
 };
-use dunlin_runtime::{Address, Export, Inbound, Node, ReplyPort};
+use dunlin_runtime::{Address, Export, Inbound, Node, NodeName, ReplyPort};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
 use std::collections::BTreeMap;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::Mutex;
+
+/// How long a load waits for this node's links to the other nodes of the replica.
+const LINK_PATIENCE: Duration = Duration::from_secs(5);
 
 /// What the agent needs. `root` is filled once the node's tree is up.
 #[derive(Clone)]
@@ -160,6 +163,7 @@ async fn load(
     slot: Arc<Mutex<Slot>>,
     parent: ActorCell,
 ) -> Result<(), String> {
+    linked(&args.node, &plan).await?;
     let mut slot = slot.lock().await;
     if slot.newest > plan.epoch {
         return Err(format!("epoch {} is older than {}", plan.epoch.0, slot.newest.0));
@@ -188,6 +192,24 @@ async fn load(
         }
     });
     Ok(())
+}
+
+/// Waits until this node is linked to all others of the plan. The head's links to them may be up
+/// before theirs to each other; a replica that were announced then would lose its first steps,
+/// and requests that did no wrong would be taken for what broke it.
+async fn linked(node: &Node, plan: &ReplicaPlan) -> Result<(), String> {
+    let until = tokio::time::Instant::now() + LINK_PATIENCE;
+    loop {
+        let peers = node.peers();
+        let up = |name: &NodeName| peers.iter().any(|peer| peer.node == *name && peer.up);
+        let others =
+            plan.shards.iter().map(|place| &place.node).filter(|name| *name != node.name());
+        let Some(missing) = others.into_iter().find(|name| !up(name)) else { return Ok(()) };
+        if tokio::time::Instant::now() >= until {
+            return Err(format!("no link to node '{missing}' within {LINK_PATIENCE:?}"));
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
 }
 
 async fn stop(slot: &mut Slot) {
