@@ -9,4 +9,5 @@ mod drains;
 mod harness;
 mod http;
 mod kills;
+mod load;
 mod topologies;

@@ -72,17 +72,27 @@ fn cpu_matches_gemma3() {
 /// quantised rows and columns.
 #[test]
 fn three_ranks_match_smollm2() {
+    ranks_match_smollm2(3);
+}
+
+/// Two ranks: 6 heads and 2 KV heads on the one, 3 and 1 on the other.
+#[test]
+fn two_uneven_ranks_match_smollm2() {
+    ranks_match_smollm2(2);
+}
+
+fn ranks_match_smollm2(ranks: usize) {
     let model = ModelFiles::open(&downloaded(SMOLLM2)).expect("a model");
     let all = summary_file(&data("golden/smollm2-135m-instruct-q4_1.logits.json"));
     let some: Vec<&Golden> = all.iter().filter(|g| g.prompt < 60).collect();
     assert!(some.len() >= 4, "{} short prompts", some.len());
     std::thread::scope(|scope| {
-        for (rank, mut member) in group::group(3).into_iter().enumerate() {
+        for (rank, mut member) in group::group(ranks).into_iter().enumerate() {
             let (model, some) = (&model, &some);
             scope.spawn(move || {
                 let options = CpuOptions { threads: 1, precision: Precision::Exact, path: None };
                 let backend = CpuBackend::new(options).expect("a CPU backend");
-                let mut runner = Runner::rank(backend, model, 128, rank, 3);
+                let mut runner = Runner::rank(backend, model, 128, rank, ranks);
                 for golden in some {
                     let fed = &golden.ids[..golden.ids.len() - 1];
                     let rows = runner.logits_with(fed, golden.prompt - 1, CHUNK, &mut member);
