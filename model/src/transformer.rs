@@ -154,19 +154,16 @@ impl<B: Backend> TransformerEngine<B> {
                 wanted.extend((begin..end).map(|row| Wanted {
                     seq: index,
                     row,
+                    offset: row - begin,
                     last: row + 1 == end,
                 }));
             } else if seq.sample.is_some() {
-                wanted.push(Wanted { seq: index, row: end - 1, last: true });
+                let offset = seq.tokens.len() - 1;
+                wanted.push(Wanted { seq: index, row: end - 1, offset, last: true });
             }
             begin = end;
         }
         let rows: Vec<u32> = wanted.iter().map(|w| w.row as u32).collect();
-        let mut begins = Vec::with_capacity(batch.seqs.len());
-        batch.seqs.iter().fold(0, |at, seq| {
-            begins.push(at);
-            at + seq.tokens.len()
-        });
         let mut draws: Vec<Option<Sampled>> = batch.seqs.iter().map(nothing_yet).collect();
         let draws_here = self.stage.rank == 0;
         let backend = self.backend.as_ref();
@@ -176,8 +173,7 @@ impl<B: Backend> TransformerEngine<B> {
                 return;
             }
             if let Some(sampled) = &mut draws[want.seq] {
-                let offset = want.row - begins[want.seq];
-                look(&batch.seqs[want.seq], offset, want.last, logits, sampled);
+                look(&batch.seqs[want.seq], want.offset, want.last, logits, sampled);
             }
         })?;
         Ok(if draws_here { draws.into_iter().flatten().collect() } else { Vec::new() })
@@ -187,6 +183,8 @@ impl<B: Backend> TransformerEngine<B> {
 struct Wanted {
     seq: usize,
     row: usize,
+    /// Of the row in its sequence's chunk.
+    offset: usize,
     last: bool,
 }
 
