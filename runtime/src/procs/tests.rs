@@ -149,7 +149,8 @@ async fn one_that_ignores_sigterm_is_killed_with_its_children() {
     let (processes, _) = Processes::start(spec(1, vec![deaf]));
     processes.ready().await.unwrap();
     let grandchild: u32 = read(dir.path().join("grandchild")).trim().parse().unwrap();
-    assert!(alive(grandchild));
+    // Forked, but perhaps not yet past `exec`, where its command line is empty for a moment.
+    until("the grandchild runs", || alive(grandchild)).await;
     let began = Instant::now();
     processes.stop().await.unwrap();
     assert!(began.elapsed() >= Duration::from_millis(200));
