@@ -4,6 +4,7 @@
 //! each step over [`kv`] blocks, [`shard`] runs the plan.
 
 pub mod engines;
+pub mod facts;
 pub mod gateway;
 pub mod host;
 pub mod kv;

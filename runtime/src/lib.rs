@@ -7,6 +7,7 @@ pub mod address;
 pub mod certs;
 pub mod codec;
 pub mod config;
+pub mod faults;
 mod flow;
 mod frame;
 mod lease;
@@ -26,6 +27,7 @@ pub mod transport;
 
 pub use address::{Address, BadName, Incarnation, NodeName, Peer};
 pub use codec::CodecError;
+pub use faults::{Action, Fact, FaultHook, Faults, Site};
 pub use flow::{FlowClass, FlowError, FlowFrame, FlowId, FlowReceiver, FlowSender};
 pub use frame::{FrameError, PROTOCOL_VERSION, Refusal, RefusalCode};
 pub use mailbox::{CallError, CastError, Export, ExportError, Inbound, Protocol, ReplyPort};

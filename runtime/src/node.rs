@@ -2,6 +2,7 @@
 
 use crate::address::{Address, Incarnation, NodeName, Peer};
 use crate::codec;
+use crate::faults::Faults;
 use crate::flow::{FlowClass, FlowId, FlowReceiver, FlowSender};
 use crate::frame::{self, Content, LANES, Stamp, Target};
 use crate::lease::LeaseHolder;
@@ -122,6 +123,11 @@ impl Node {
     /// Where peers can dial this node.
     pub fn local_address(&self) -> String {
         self.core().endpoint.local_address()
+    }
+
+    /// Where this node's actors ask for injected faults and tell what happens.
+    pub fn faults(&self) -> &Faults {
+        &self.core().options.faults
     }
 
     /// An address on this node.

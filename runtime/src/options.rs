@@ -1,6 +1,7 @@
 //! What a node is told at start: who it is, who its peers are, its limits and its times.
 
 use crate::address::{Incarnation, NodeName};
+use crate::faults::Faults;
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher};
 use std::time::Duration;
@@ -27,6 +28,8 @@ pub struct NodeOptions {
     pub seed: u64,
     /// Tells this process from another one with the same name and incarnation.
     pub life: u64,
+    /// Armed only by an explicit flag or a simulation.
+    pub faults: Faults,
 }
 
 impl NodeOptions {
@@ -44,6 +47,7 @@ impl NodeOptions {
             timing: Timing::default(),
             seed: random(),
             life: random(),
+            faults: Faults::none(),
         }
     }
 
