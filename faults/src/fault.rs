@@ -1,5 +1,6 @@
 //! A fault with every draw made: what a resolved plan lists and a mode injects.
 
+use dunlin_runtime::Site;
 use serde::{Deserialize, Serialize};
 
 /// Every kind that can be injected. `docs/faults.md` has a row for each.
@@ -237,6 +238,38 @@ pub enum Trigger {
         edge: Edge,
         delay_us: u64,
     },
+    /// The `nth` (from 1) frame of protocol `message` leaves on one of these directed links (any
+    /// link, if there is none). The fault is in force for that very frame.
+    Message {
+        links: Vec<(String, String)>,
+        message: String,
+        nth: u64,
+    },
+    /// The `nth` (from 1) time that a site of this name is reached; see [`site_is`].
+    Site {
+        site: String,
+        nth: u64,
+    },
+}
+
+/// Names of sites, as triggers spell them. A dot and a detail may follow: `message.shard` (the
+/// actor's role), `frame.router` (the frame's protocol), `load.left` (the node), `step.r0` (the
+/// replica), `start.left` (the node).
+pub const SITES: [&str; 5] = ["start", "message", "frame", "load", "step"];
+
+/// Is `site` the one that a trigger names?
+pub fn site_is(name: &str, site: &Site<'_>) -> bool {
+    let (of, detail) = match site {
+        Site::Start { node } => ("start", node.as_str()),
+        Site::Message { role, .. } => ("message", *role),
+        Site::FrameOut { message, .. } => ("frame", *message),
+        Site::Load { node, .. } => ("load", node.as_str()),
+        Site::Step { replica, .. } => ("step", *replica),
+    };
+    match name.split_once('.') {
+        Some((name, wanted)) => name == of && wanted == detail,
+        None => name == of,
+    }
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -256,7 +289,7 @@ pub struct Params {
     /// process.slow, device.slow: how many times slower.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub factor: Option<f64>,
-    /// link.delay, actor.slow: median and 99th percentile of a log-normal delay.
+    /// link.delay, actor.slow, client.slow_reader: median and 99th percentile of a log-normal delay.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub p50_us: Option<u64>,
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -273,7 +306,7 @@ pub struct Params {
     /// clock.jump: signed, milliseconds. timer.late: at most so late.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ms: Option<i64>,
-    /// frame.*: protocol of the frames (`scheduler`, `router`, `shard`, ... or `flow`).
+    /// frame.*, stream.stall: protocol of the frames (`scheduler`, `router`, `shard`, ... or `flow`).
     #[serde(skip_serializing_if = "Option::is_none")]
     pub message: Option<String>,
     /// Which matching message, frame, step or start is hit first, from 1.
@@ -291,7 +324,8 @@ pub struct Params {
     pub bit: Option<u32>,
     #[serde(skip_serializing_if = "Option::is_none")]
     pub index: Option<u64>,
-    /// client.burst: requests at once. control.churn: how many times.
+    /// client.burst: requests at once. control.churn: how many times. client.disconnect: tokens that
+    /// are read first.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub count: Option<u64>,
 }

@@ -46,8 +46,11 @@ pub struct Phases {
 }
 
 /// What a client asked, and what the fault-free run answers.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct RequestInfo {
+    /// The router's id of it, which is what the facts about requests carry as `key`.
+    #[serde(default)]
+    pub router_id: Option<u64>,
     pub tenant: String,
     pub prompt_tokens: u32,
     pub max_tokens: u32,
@@ -129,12 +132,48 @@ pub enum What {
         node: String,
         state: String,
     },
-    /// A sample of a node's books.
+    /// A sample of a node's books; see [`gauges`].
     Gauge {
         node: String,
         name: String,
         value: f64,
     },
+    /// A replica was given out for work at this epoch: where each layer range lies. Recorded beside
+    /// the `replica.up` fact, from placement's own state.
+    Placement {
+        replica: String,
+        epoch: u64,
+        shards: Vec<PlacedShard>,
+    },
+    /// What the answer says about itself, with its terminal event.
+    Served {
+        request: u64,
+        model: String,
+        served_by: Vec<String>,
+    },
+}
+
+/// One shard of a published placement.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PlacedShard {
+    pub node: String,
+    pub device: String,
+    pub stage: usize,
+    pub rank: usize,
+    /// Half-open.
+    pub layers: (u64, u64),
+}
+
+/// Names of [`What::Gauge`]s that checkers read.
+pub mod gauges {
+    /// Bytes in use by weights, KV and workspace, and what was reserved for them at load.
+    pub const MEMORY_USED: &str = "memory.used";
+    pub const MEMORY_RESERVED: &str = "memory.reserved";
+    /// Bytes that were free when the reservation was made.
+    pub const MEMORY_FREE: &str = "memory.free_at_load";
+    /// `queue.NAME` is held to the `limit.NAME` of the same node.
+    pub const QUEUE: &str = "queue.";
+    pub const LIMIT: &str = "limit.";
 }
 
 /// What is held when nothing is asked any more.
@@ -157,4 +196,7 @@ pub struct Rest {
     pub probe_right: bool,
     /// Bytes of resident memory by node, in the process mode.
     pub memory: BTreeMap<String, u64>,
+    /// What still lies in mailboxes, flows and retry buffers, by `NODE/WHAT`; only what is not 0.
+    #[serde(default)]
+    pub queued: BTreeMap<String, u64>,
 }

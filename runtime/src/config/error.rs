@@ -122,7 +122,7 @@ impl Deref for ConfigError {
 }
 
 impl ConfigError {
-    pub(super) fn unreadable(file: &str, error: &std::io::Error) -> ConfigError {
+    pub fn unreadable(file: &str, error: &std::io::Error) -> ConfigError {
         let mend = match error.kind() {
             std::io::ErrorKind::NotFound => {
                 "name the file with --config FILE, or run in the folder that holds cluster.toml"
@@ -168,7 +168,7 @@ impl fmt::Display for ConfigError {
 }
 
 /// The known word nearest to `word`, if it is near enough to be meant.
-pub(super) fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
+pub fn nearest<'a>(word: &str, known: impl IntoIterator<Item = &'a str>) -> Option<&'a str> {
     let near = (word.chars().count() / 3).max(1);
     let scored = known.into_iter().map(|candidate| (distance(word, candidate), candidate));
     scored.filter(|(score, _)| *score <= near).min_by_key(|(score, _)| *score).map(|(_, c)| c)

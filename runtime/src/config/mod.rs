@@ -11,7 +11,7 @@ mod read;
 mod size;
 #[cfg(test)]
 mod tests;
-mod tree;
+pub mod tree;
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -19,7 +19,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-pub use self::error::{ConfigError, ErrorDetails, Place, Problem};
+pub use self::error::{ConfigError, ErrorDetails, Place, Problem, nearest};
 pub use self::size::{format_size, parse_size};
 use self::tree::Source;
 use crate::address::NodeName;

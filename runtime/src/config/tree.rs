@@ -1,4 +1,5 @@
 //! A TOML document as a tree of values that know where they stand, and a strict reader of tables.
+//! Shared with other files of the house that are written by hand, such as fault plans.
 
 use std::ops::Range;
 
@@ -8,7 +9,7 @@ use super::error::{ConfigError, ErrorDetails, Place, Problem, nearest};
 
 /// A parsed file with the values set over it.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Source {
+pub struct Source {
     pub file: String,
     pub overrides: Vec<(String, String)>,
     text: String,
@@ -17,7 +18,7 @@ pub(super) struct Source {
 
 /// A value and where it is.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Node {
+pub struct Node {
     pub value: Value,
     origin: Origin,
     /// Of the key it stands under; of a table, of its header.
@@ -32,7 +33,7 @@ enum Origin {
 }
 
 #[derive(Debug, Clone, PartialEq)]
-pub(super) enum Value {
+pub enum Value {
     String(String),
     Integer(i128),
     Float(f64),
@@ -56,7 +57,7 @@ impl Value {
         }
     }
 
-    fn shown(&self) -> String {
+    pub fn shown(&self) -> String {
         match self {
             Value::String(text) => format!("{text:?}"),
             Value::Integer(number) => number.to_string(),
@@ -136,6 +137,19 @@ impl Source {
             if whole && !of_table { &node.origin } else { &node.key }
         });
         self.located(key, origin, problem, mend)
+    }
+
+    /// An error at a value of this document; `key` is its dotted path, for the message.
+    pub fn error_at(
+        &self,
+        key: &str,
+        node: &Node,
+        problem: Problem,
+        mend: impl Into<String>,
+    ) -> ConfigError {
+        let of_table = matches!(node.value, Value::Table(_));
+        let origin = if of_table { &node.key } else { &node.origin };
+        self.located(key, Some(origin), problem, mend)
     }
 
     /// The value of `key`, as written.
@@ -263,11 +277,12 @@ impl Node {
     }
 }
 
-/// An element of a list by number, else of a list of tables by its `name`.
+/// An element of a list by number, else of a list of tables by its `name` or `id`.
 fn element(items: &[Node], part: &str) -> Option<usize> {
     let named = items.iter().position(|item| match &item.value {
         Value::Table(entries) => entries.iter().any(|(key, node)| {
-            key == "name" && matches!(&node.value, Value::String(name) if name == part)
+            let names = key == "name" || key == "id";
+            names && matches!(&node.value, Value::String(name) if name == part)
         }),
         _ => false,
     });
@@ -312,7 +327,7 @@ fn convert(value: &DeValue<'_>, origin: Origin, key: Origin) -> Node {
 }
 
 /// Reads one table. Every key must be asked for; [`Reader::finish`] refuses the rest.
-pub(super) struct Reader<'a> {
+pub struct Reader<'a> {
     source: &'a Source,
     /// Dotted path, empty for the root.
     pub path: String,
@@ -501,7 +516,7 @@ impl<'a> Reader<'a> {
     fn title(&self) -> String {
         match self.path.split_once('.') {
             None if self.path.is_empty() => "the file".to_string(),
-            Some(("replica", which)) => format!("[[replica]] {which}"),
+            Some((list, which)) if which.parse::<usize>().is_ok() => format!("[[{list}]] {which}"),
             _ => format!("[{}]", self.path),
         }
     }
