@@ -8,5 +8,7 @@
 //!
 //! This crate knows nothing of HTTP servers, models' weights or kernels.
 
+pub mod draw;
 pub mod fault;
 pub mod record;
+pub mod resolved;
