@@ -9,7 +9,7 @@ use dunlin_actors::engines::Engines;
 use dunlin_actors::gateway::{self, ByteModel, TextModel};
 use dunlin_actors::host::{Host, HostOptions, HostParts};
 use dunlin_actors::kv::KEY_SCHEMA;
-use dunlin_actors::placement::core::Intensity;
+use dunlin_actors::placement::core::{Intensity, Replan};
 use dunlin_actors::placement::planner::{PlanLimits, ReplicaWant};
 use dunlin_actors::router::RouterConfig;
 use dunlin_actors::scheduler::SchedulerConfig;
@@ -168,6 +168,10 @@ fn host_options(config: &ClusterConfig, own: &NodeConfig, join_deadline: Duratio
             max: config.restart.max as usize,
             within: Duration::from_millis(config.restart.within_ms),
             rest: REPLICA_REST,
+        },
+        replan: Replan {
+            after: Duration::from_millis(config.restart.replan_after_ms),
+            back_after: Duration::from_millis(config.restart.return_after_ms),
         },
         node_intensity: config.restart.intensity(),
         scheduler: SchedulerConfig {

@@ -52,6 +52,7 @@ pub struct HostOptions {
     pub wants: Vec<ReplicaWant>,
     pub limits: PlanLimits,
     pub replica_intensity: placement::core::Intensity,
+    pub replan: placement::core::Replan,
     /// Of this node's own actors.
     pub node_intensity: Intensity,
     pub scheduler: SchedulerConfig,
@@ -404,7 +405,7 @@ fn head_children(
             options.wants.clone(),
             options.workers.clone(),
             options.limits.clone(),
-            options.replica_intensity,
+            (options.replica_intensity, options.replan),
             first_epoch,
         );
         let args = placement::PlacementArgs {

@@ -3,10 +3,15 @@
 //! Each replica walks `waiting -> loading -> starting -> ready`; whatever breaks it sends it back
 //! with a higher epoch. Every state that is not `ready` has a reason. A replica that breaks more
 //! often than its restart intensity allows rests before it is tried again.
+//!
+//! A replica whose node stays away is planned onto the survivors, if they can hold its layers, and
+//! returns to where it is configured once that node has been back for a while.
 
-use super::planner::{PlanLimits, ReplicaWant, plan, plan_by_itself};
+use super::planner::{
+    PlanLimits, ReplicaWant, Taken, less_taken, plan, plan_by_itself, substitute,
+};
 use crate::messages::{
-    NodeDescription, ReplicaEpoch, ReplicaInfo, ReplicaPlan, ReplicaState, RequestId,
+    NodeDescription, ReplicaEpoch, ReplicaInfo, ReplicaPlan, ReplicaState, RequestId, ShardPlace,
 };
 use dunlin_runtime::{NodeName, Peer};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -20,6 +25,21 @@ pub struct Intensity {
     pub within: Duration,
     /// How long it rests then.
     pub rest: Duration,
+}
+
+/// When a replica leaves its configured devices, and when it returns.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Replan {
+    /// A node must be away for so long first: it may be about to come back.
+    pub after: Duration,
+    /// All its nodes must be back for so long before a replica returns to them.
+    pub back_after: Duration,
+}
+
+impl Default for Replan {
+    fn default() -> Self {
+        Self { after: Duration::from_secs(5), back_after: Duration::from_secs(10) }
+    }
 }
 
 /// What happened.
@@ -98,6 +118,7 @@ pub struct Placement {
     model: Arc<dyn crate::engines::Engines>,
     limits: PlanLimits,
     intensity: Intensity,
+    replan: Replan,
     /// Nodes that have devices and must be there before the planner plans by itself.
     expected: BTreeSet<NodeName>,
     wants_known: bool,
@@ -109,11 +130,57 @@ pub struct Placement {
 }
 
 struct Replica {
+    /// As configured.
     want: ReplicaWant,
+    /// Where it stands in instead, while nodes of `want` are away.
+    stand_in: Option<ReplicaWant>,
+    /// Since when nodes of `want` are missing, or all there, as last seen.
+    missing: Option<Duration>,
+    whole: Option<Duration>,
     epoch: ReplicaEpoch,
     state: State,
     since: Duration,
     breaks: VecDeque<Duration>,
+}
+
+impl Replica {
+    fn new(want: ReplicaWant, epoch: ReplicaEpoch, now: Duration) -> Self {
+        let state = State::Waiting { reason: "nothing has been tried yet".into() };
+        let breaks = VecDeque::new();
+        Self { want, stand_in: None, missing: None, whole: None, epoch, state, since: now, breaks }
+    }
+
+    /// Where it is, or is being, placed.
+    fn placed(&self) -> &ReplicaWant {
+        self.stand_in.as_ref().unwrap_or(&self.want)
+    }
+
+    fn plan(&self) -> Option<&ReplicaPlan> {
+        match &self.state {
+            State::Loading { plan, .. } | State::Starting { plan } | State::Ready { plan } => {
+                Some(plan)
+            }
+            State::Waiting { .. } | State::Resting { .. } | State::Failed { .. } => None,
+        }
+    }
+
+    /// The configured nodes that are not there; keeps the times since when.
+    fn missing(
+        &mut self,
+        now: Duration,
+        there: &BTreeMap<NodeName, NodeDescription>,
+    ) -> Vec<NodeName> {
+        let mut missing = self.want.nodes();
+        missing.retain(|node| !there.contains_key(node));
+        if missing.is_empty() {
+            self.missing = None;
+            self.whole.get_or_insert(now);
+        } else {
+            self.whole = None;
+            self.missing.get_or_insert(now);
+        }
+        missing
+    }
 }
 
 enum State {
@@ -133,13 +200,14 @@ impl Placement {
         wants: Vec<ReplicaWant>,
         expected: BTreeSet<NodeName>,
         limits: PlanLimits,
-        intensity: Intensity,
+        (intensity, replan): (Intensity, Replan),
         first_epoch: u64,
     ) -> Self {
         let mut core = Self {
             model,
             limits,
             intensity,
+            replan,
             expected,
             wants_known: !wants.is_empty(),
             nodes: BTreeMap::new(),
@@ -214,7 +282,7 @@ impl Placement {
                     since_ms: u64::try_from((now - r.since.min(now)).as_millis())
                         .unwrap_or(u64::MAX),
                     shards: r
-                        .want
+                        .placed()
                         .stages
                         .iter()
                         .flatten()
@@ -227,10 +295,7 @@ impl Placement {
 
     fn add(&mut self, wants: Vec<ReplicaWant>, now: Duration) {
         for want in wants {
-            let reason = "nothing has been tried yet".into();
-            let state = State::Waiting { reason };
-            let epoch = ReplicaEpoch(self.next_epoch);
-            let replica = Replica { want, epoch, state, since: now, breaks: VecDeque::new() };
+            let replica = Replica::new(want, ReplicaEpoch(self.next_epoch), now);
             self.replicas.insert(replica.want.name.clone(), replica);
         }
     }
@@ -266,7 +331,7 @@ impl Placement {
     }
 
     fn drain_node(&mut self, node: NodeName, out: &mut Vec<Output>) {
-        for replica in self.replicas.values().filter(|r| r.want.nodes().contains(&node)) {
+        for replica in self.replicas.values().filter(|r| r.placed().nodes().contains(&node)) {
             if matches!(replica.state, State::Ready { .. }) {
                 let (replica, epoch) = (replica.want.name.clone(), replica.epoch);
                 out.push(Output::Draining { replica, epoch });
@@ -279,7 +344,7 @@ impl Placement {
         let hit: Vec<String> = self
             .replicas
             .values()
-            .filter(|r| r.want.nodes().contains(node))
+            .filter(|r| r.placed().nodes().contains(node))
             .map(|r| r.want.name.clone())
             .collect();
         for replica in hit {
@@ -351,11 +416,8 @@ impl Placement {
         out: &mut Vec<Output>,
     ) {
         let Some(replica) = self.replicas.get_mut(name) else { return };
-        let plan = match &replica.state {
-            State::Loading { plan, .. } | State::Starting { plan } | State::Ready { plan } => plan,
-            State::Waiting { .. } | State::Resting { .. } | State::Failed { .. } => return,
-        };
-        for node in replica.want.nodes() {
+        let Some(plan) = replica.plan() else { return };
+        for node in replica.placed().nodes() {
             if self.nodes.contains_key(&node) {
                 let (replica, epoch) = (plan.replica.clone(), plan.epoch);
                 out.push(Output::Retire { node, replica, epoch });
@@ -387,43 +449,61 @@ impl Placement {
 
     /// Moves every replica that can move.
     fn advance(&mut self, now: Duration, out: &mut Vec<Output>) {
-        let descriptions: BTreeMap<NodeName, NodeDescription> = self
+        let there: BTreeMap<NodeName, NodeDescription> = self
             .nodes
             .iter()
             .filter(|(name, _)| !self.draining.contains(*name))
             .map(|(name, (_, d))| (name.clone(), d.clone()))
             .collect();
-        if !self.wants_known && self.expected.iter().all(|n| descriptions.contains_key(n)) {
-            let (wants, why) = plan_by_itself(&descriptions, self.model.shape(), &self.limits);
+        if !self.wants_known && self.expected.iter().all(|n| there.contains_key(n)) {
+            let (wants, why) = plan_by_itself(&there, self.model.shape(), &self.limits);
             out.push(Output::Note(format!("planned by itself: {why}")));
             self.wants_known = true;
             self.add(wants, now);
         }
-        for replica in self.replicas.values_mut() {
+        self.send_home(now, &there, out);
+        let names: Vec<String> = self.replicas.keys().cloned().collect();
+        for name in names {
+            self.make_room(now, &name, &there, out);
+            let taken = self.taken_beside(&name);
+            let ready = |r: &Replica| matches!(r.state, State::Ready { .. });
+            let last = !self.replicas.iter().any(|(other, r)| *other != name && ready(r));
+            let Some(replica) = self.replicas.get_mut(&name) else { continue };
             if let State::Resting { until, .. } = replica.state
                 && now >= until
             {
                 replica.state = State::Waiting { reason: "has rested".into() };
                 replica.since = now;
             }
-            let State::Waiting { reason } = &mut replica.state else { continue };
-            let missing: Vec<NodeName> = replica
-                .want
-                .nodes()
-                .into_iter()
-                .filter(|n| !descriptions.contains_key(n))
-                .collect();
-            if !missing.is_empty() {
-                *reason = format!("waits for node {}", join(missing.iter()));
+            if !matches!(replica.state, State::Waiting { .. }) {
                 continue;
+            }
+            let missing = replica.missing(now, &there);
+            let shape = self.model.shape();
+            replica.stand_in = None;
+            if !missing.is_empty() {
+                let mut reason = format!("waits for node {}", join(missing.iter()));
+                if replica.missing.is_some_and(|since| now >= since + self.replan.after) {
+                    match substitute(&replica.want, &there, &taken, last, shape, &self.limits) {
+                        Ok(stand_in) => replica.stand_in = Some(stand_in),
+                        Err(why) => reason = format!("{reason}; {why}"),
+                    }
+                }
+                if replica.stand_in.is_none() {
+                    replica.state = State::Waiting { reason };
+                    continue;
+                }
+                let places = replica.placed().places();
+                let text = format!("replica {name} is planned onto {places}: it {reason}");
+                out.push(Output::Note(text));
             }
             self.next_epoch += 1;
             replica.epoch = ReplicaEpoch(self.next_epoch);
             replica.since = now;
-            let shape = self.model.shape();
-            match plan(&replica.want, replica.epoch, &descriptions, shape, &self.limits) {
+            match plan(replica.placed(), replica.epoch, &there, shape, &self.limits) {
                 Ok(plan) => {
-                    let pending: BTreeSet<NodeName> = replica.want.nodes().into_iter().collect();
+                    let pending: BTreeSet<NodeName> =
+                        replica.placed().nodes().into_iter().collect();
                     for node in &pending {
                         out.push(Output::Load { node: node.clone(), plan: plan.clone() });
                     }
@@ -435,6 +515,77 @@ impl Placement {
                 }
             }
         }
+    }
+
+    /// Takes down each stand-in whose configured nodes have been back for long enough; the rest of
+    /// [`Self::advance`] then places it where it belongs.
+    fn send_home(
+        &mut self,
+        now: Duration,
+        there: &BTreeMap<NodeName, NodeDescription>,
+        out: &mut Vec<Output>,
+    ) {
+        let mut home = Vec::new();
+        for (name, replica) in &mut self.replicas {
+            if replica.stand_in.is_some()
+                && replica.missing(now, there).is_empty()
+                && replica.whole.is_some_and(|since| now >= since + self.replan.back_after)
+            {
+                home.push(name.clone());
+            }
+        }
+        for name in home {
+            let reason = "its configured nodes are back".to_string();
+            self.break_replica(now, &name, reason, Vec::new(), false, out);
+        }
+    }
+
+    /// A replica that can be placed as configured goes before stand-ins on its devices: those that
+    /// leave too little memory are taken down.
+    fn make_room(
+        &mut self,
+        now: Duration,
+        name: &str,
+        there: &BTreeMap<NodeName, NodeDescription>,
+        out: &mut Vec<Output>,
+    ) {
+        let Some(replica) = self.replicas.get(name) else { return };
+        let waits = matches!(replica.state, State::Waiting { .. });
+        if !waits || !replica.want.nodes().iter().all(|node| there.contains_key(node)) {
+            return;
+        }
+        let devices: BTreeSet<_> = replica.want.stages.iter().flatten().cloned().collect();
+        let in_the_way = |r: &Replica| {
+            let plan = r.stand_in.as_ref().and_then(|_| r.plan());
+            let on = |p: &ShardPlace| devices.contains(&(p.node.clone(), p.device.clone()));
+            plan.is_some_and(|plan| plan.shards.iter().any(on))
+        };
+        let others = self.replicas.iter().filter(|(other, r)| *other != name && in_the_way(r));
+        let others: Vec<String> = others.map(|(other, _)| other.clone()).collect();
+        if others.is_empty() {
+            return;
+        }
+        let less = less_taken(there, &self.taken_beside(name));
+        let shape = self.model.shape();
+        if plan(&replica.want, replica.epoch, &less, shape, &self.limits).is_err() {
+            for other in others {
+                let reason = format!("replica {name} needs the device it stood in on");
+                self.break_replica(now, &other, reason, Vec::new(), false, out);
+            }
+        }
+    }
+
+    /// Device bytes that the plans of all replicas but this one use.
+    fn taken_beside(&self, name: &str) -> Taken {
+        let others = self.replicas.iter().filter(|(other, _)| other.as_str() != name);
+        let mut taken = Taken::new();
+        for place in others.filter_map(|(_, r)| r.plan()).flat_map(|plan| &plan.shards) {
+            let shape = self.model.shape();
+            let kv = place.spec.kv_blocks as u64 * shape.kv_block_bytes(&place.spec);
+            *taken.entry((place.node.clone(), place.device.clone())).or_default() +=
+                shape.stage_bytes(&place.spec) + kv;
+        }
+        taken
     }
 }
 

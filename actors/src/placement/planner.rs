@@ -27,7 +27,22 @@ impl ReplicaWant {
         }
         nodes
     }
+
+    /// Every device once, for messages: `a/cpu, b/cpu`.
+    pub fn places(&self) -> String {
+        let mut places: Vec<String> = Vec::new();
+        for (node, device) in self.stages.iter().flatten() {
+            let place = format!("{node}/{device}");
+            if !places.contains(&place) {
+                places.push(place);
+            }
+        }
+        places.join(", ")
+    }
 }
+
+/// Bytes in use, by device.
+pub type Taken = BTreeMap<(NodeName, String), u64>;
 
 /// Sizes that hold for every replica.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -177,6 +192,104 @@ pub fn plan_by_itself(
         devices.len()
     );
     (vec![want], why)
+}
+
+/// Where `want` can stand while some of its nodes are away: each lost shard goes to the device
+/// that is least used and has the most room, `taken` bytes being used by other replicas. A device
+/// that another replica computes on is taken only for the `last` replica: elsewhere it would slow
+/// down what works. `Err` says why there is no such place.
+pub fn substitute(
+    want: &ReplicaWant,
+    there: &BTreeMap<NodeName, NodeDescription>,
+    taken: &Taken,
+    last: bool,
+    model: &dyn ModelShape,
+    limits: &PlanLimits,
+) -> Result<ReplicaWant, String> {
+    let devices = |(name, node): (&NodeName, &NodeDescription)| {
+        let name = name.clone();
+        let of =
+            node.devices.clone().into_iter().map(move |d| ((name.clone(), d.id), d.free_bytes));
+        of.collect::<Vec<_>>()
+    };
+    let used = |place: &(NodeName, String)| taken.get(place).copied().unwrap_or(0);
+    let mut room: BTreeMap<(NodeName, String), u64> = there
+        .iter()
+        .flat_map(devices)
+        .filter(|(place, _)| last || used(place) == 0)
+        .map(|(place, free)| (place.clone(), free.saturating_sub(used(&place))))
+        .collect();
+    if room.is_empty() {
+        return Err("no other device is idle".into());
+    }
+    let counts = layer_counts(want, model).map_err(|e| e.to_string())?;
+    // Without KV, whose blocks are shared out anew once all shards have a place.
+    let bytes = |stage: usize, ranks: usize| {
+        let begin: usize = counts[..stage].iter().sum();
+        let end = stage + 1 == counts.len();
+        let layers = begin..begin + counts[stage];
+        let (block_tokens, max_tokens) = (limits.block_tokens, limits.step_tokens);
+        let first = stage == 0;
+        model.stage_bytes(&StageSpec {
+            layers,
+            first,
+            last: end,
+            rank: 0,
+            ranks,
+            kv_blocks: 0,
+            block_tokens,
+            max_tokens,
+        })
+    };
+    let mut stand_in = want.clone();
+    let mut load: BTreeMap<(NodeName, String), usize> = BTreeMap::new();
+    for (stage, ranks) in want.stages.iter().enumerate() {
+        for place in ranks.iter().filter(|(node, _)| there.contains_key(node)) {
+            *load.entry(place.clone()).or_default() += 1;
+            if let Some(room) = room.get_mut(place) {
+                *room = room.saturating_sub(bytes(stage, ranks.len()));
+            }
+        }
+    }
+    for (stage, ranks) in stand_in.stages.iter_mut().enumerate() {
+        let need = bytes(stage, ranks.len());
+        for place in ranks.iter_mut().filter(|(node, _)| !there.contains_key(node)) {
+            let best = room
+                .iter()
+                .filter(|(_, room)| **room > need)
+                .min_by_key(|(place, room)| {
+                    let shards = load.get(place).copied().unwrap_or(0);
+                    (used(place) > 0, shards, std::cmp::Reverse(**room))
+                })
+                .map(|(place, _)| place.clone());
+            let Some(best) = best else {
+                return Err(format!("no survivor has {need} bytes for stage {stage}"));
+            };
+            *load.entry(best.clone()).or_default() += 1;
+            if let Some(room) = room.get_mut(&best) {
+                *room -= need;
+            }
+            *place = best;
+        }
+    }
+    let less = less_taken(there, taken);
+    plan(&stand_in, ReplicaEpoch(0), &less, model, limits).map_err(|e| e.to_string())?;
+    Ok(stand_in)
+}
+
+/// The nodes with what is `taken` of their devices not free any more.
+pub fn less_taken(
+    there: &BTreeMap<NodeName, NodeDescription>,
+    taken: &Taken,
+) -> BTreeMap<NodeName, NodeDescription> {
+    let mut less = there.clone();
+    for (name, node) in &mut less {
+        for device in &mut node.devices {
+            let used = taken.get(&(name.clone(), device.id.clone())).copied().unwrap_or(0);
+            device.free_bytes = device.free_bytes.saturating_sub(used);
+        }
+    }
+    less
 }
 
 fn same_model(

@@ -1,7 +1,7 @@
 //! Placement's promises: epochs only rise, nothing is put on an absent node, every `Up` is
 //! taken back before the next one, and what can be placed is placed in the end.
 
-use super::core::{Input, Intensity, Output, Placement};
+use super::core::{Input, Intensity, Output, Placement, Replan};
 use super::planner::{PlanError, PlanLimits, ReplicaWant, plan, plan_by_itself};
 use crate::engines::{Engines, ModelShape};
 use crate::messages::*;
@@ -83,10 +83,12 @@ fn want(replica: &str, stages: &[&[&str]]) -> ReplicaWant {
 const LIMITS: PlanLimits = PlanLimits { block_tokens: 16, kv_bytes: 300, step_tokens: 64 };
 const INTENSITY: Intensity =
     Intensity { max: 3, within: Duration::from_secs(60), rest: Duration::from_secs(10) };
+const REPLAN: Replan =
+    Replan { after: Duration::from_secs(5), back_after: Duration::from_secs(10) };
 
 fn placement(wants: Vec<ReplicaWant>) -> Placement {
     let expected = ["a", "b", "c"].iter().map(|n| name(n)).collect();
-    Placement::new(Arc::new(Toy), wants, expected, LIMITS, INTENSITY, 1)
+    Placement::new(Arc::new(Toy), wants, expected, LIMITS, (INTENSITY, REPLAN), 1)
 }
 
 fn nodes(free: &[(&str, u64)]) -> BTreeMap<NodeName, NodeDescription> {
@@ -175,6 +177,145 @@ fn a_replica_that_keeps_breaking_rests() {
     assert!(core.handle(Duration::from_secs(5), Input::Tick).is_empty());
     let again = core.handle(Duration::from_secs(20), Input::Tick);
     assert!(matches!(again[..], [Output::Load { .. }]), "{again:?}");
+}
+
+fn up(n: &str, incarnation: u64, free: u64) -> Input {
+    Input::NodeUp { peer: peer(n, incarnation), description: description(free) }
+}
+
+fn down(n: &str, incarnation: u64) -> Input {
+    Input::NodeDown { peer: peer(n, incarnation), reason: "killed".into() }
+}
+
+/// Answers every load and lead of `outputs` well, and what those bring; returns the last outputs.
+fn obey(core: &mut Placement, now: Duration, mut outputs: Vec<Output>) -> Vec<Output> {
+    let mut all = outputs.clone();
+    loop {
+        let mut next = Vec::new();
+        for output in &outputs {
+            let answer = match output {
+                Output::Load { node, plan } => Input::Loaded {
+                    replica: plan.replica.clone(),
+                    epoch: plan.epoch,
+                    node: node.clone(),
+                    result: Ok(()),
+                },
+                Output::Lead { plan, .. } => Input::Leading {
+                    replica: plan.replica.clone(),
+                    epoch: plan.epoch,
+                    result: Ok(info(plan)),
+                },
+                _ => continue,
+            };
+            next.extend(core.handle(now, answer));
+        }
+        if next.is_empty() {
+            return all;
+        }
+        all.extend(next.clone());
+        outputs = next;
+    }
+}
+
+fn shards_of(core: &Placement, replica: &str) -> (String, Vec<String>) {
+    let states = core.states(Duration::ZERO);
+    let state = states.into_iter().find(|s| s.replica == replica).expect("a known replica");
+    (state.state, state.shards)
+}
+
+#[test]
+fn a_lost_nodes_layers_go_to_a_survivor_and_back() {
+    let second = Duration::from_secs;
+    let mut core = placement(vec![want("r0", &[&["a"], &["b"]])]);
+    core.handle(second(0), up("a", 1, 2000));
+    let outputs = core.handle(second(0), up("b", 1, 2000));
+    obey(&mut core, second(0), outputs);
+    core.handle(second(10), down("b", 1));
+    // It may be about to come back.
+    let outputs = core.handle(second(14), Input::Tick);
+    assert!(outputs.is_empty(), "{outputs:?}");
+    let (state, shards) = shards_of(&core, "r0");
+    assert_eq!((state.as_str(), shards.len()), ("waiting", 2));
+    let outputs = core.handle(second(15), Input::Tick);
+    assert!(
+        outputs.iter().any(|o| matches!(o, Output::Note(text) if text.contains("onto a/cpu: it waits for node 'b'"))),
+        "{outputs:?}"
+    );
+    let all = obey(&mut core, second(15), outputs);
+    assert!(all.iter().any(|o| matches!(o, Output::Up(_))), "{all:?}");
+    assert_eq!(shards_of(&core, "r0"), ("ready".into(), vec!["a/cpu".into(), "a/cpu".into()]));
+    // Back, but perhaps not for long.
+    let outputs = core.handle(second(20), up("b", 2, 2000));
+    assert!(outputs.is_empty(), "{outputs:?}");
+    assert!(core.handle(second(29), Input::Tick).is_empty());
+    let outputs = core.handle(second(30), Input::Tick);
+    assert!(outputs.iter().any(|o| matches!(o, Output::Down { .. })), "{outputs:?}");
+    obey(&mut core, second(30), outputs);
+    assert_eq!(shards_of(&core, "r0"), ("ready".into(), vec!["a/cpu".into(), "b/cpu".into()]));
+}
+
+#[test]
+fn a_survivor_that_cannot_hold_the_layers_is_not_asked_and_the_reason_says_so() {
+    let mut core = placement(vec![want("r0", &[&["a"], &["b"]])]);
+    core.handle(Duration::ZERO, up("a", 1, 600));
+    let outputs = core.handle(Duration::ZERO, up("b", 1, 600));
+    obey(&mut core, Duration::ZERO, outputs);
+    core.handle(Duration::from_secs(1), down("b", 1));
+    core.handle(Duration::from_secs(7), Input::Tick);
+    let states = core.states(Duration::from_secs(7));
+    let reason = &states[0].reason;
+    assert_eq!(states[0].state, "waiting");
+    assert!(
+        reason.contains("waits for node 'b'; no survivor has 300 bytes for stage 1"),
+        "{reason}"
+    );
+}
+
+#[test]
+fn only_the_last_replica_moves_onto_a_device_in_use_but_any_takes_an_idle_one() {
+    let second = Duration::from_secs;
+    let started = |spare: bool| {
+        let mut core = placement(vec![want("r0", &[&["a"]]), want("r1", &[&["b"]])]);
+        for (n, wanted) in [("a", true), ("b", true), ("c", spare)] {
+            if wanted {
+                let outputs = core.handle(second(0), up(n, 1, 5000));
+                obey(&mut core, second(0), outputs);
+            }
+        }
+        core
+    };
+    let mut core = started(false);
+    core.handle(second(1), down("b", 1));
+    assert!(core.handle(second(9), Input::Tick).is_empty());
+    assert!(core.states(second(9))[1].reason.contains("no other device is idle"));
+    let mut core = started(true);
+    core.handle(second(1), down("b", 1));
+    let outputs = core.handle(second(9), Input::Tick);
+    obey(&mut core, second(9), outputs);
+    assert_eq!(shards_of(&core, "r1"), ("ready".into(), vec!["c/cpu".into()]));
+}
+
+#[test]
+fn a_stand_in_makes_room_for_the_replica_that_belongs_there() {
+    let second = Duration::from_secs;
+    let mut core = placement(vec![want("r0", &[&["a"]]), want("r1", &[&["b"]])]);
+    for n in ["a", "b"] {
+        let outputs = core.handle(second(0), up(n, 1, 1000));
+        obey(&mut core, second(0), outputs);
+    }
+    core.handle(second(1), down("a", 1));
+    core.handle(second(1), down("b", 1));
+    let outputs = core.handle(second(2), up("a", 2, 1000));
+    // r0 is placed on a at once, and r1 must not be squeezed in beside it: 900 of 1000 are used.
+    obey(&mut core, second(2), outputs);
+    core.handle(second(9), Input::Tick);
+    assert_eq!(shards_of(&core, "r1").0, "waiting");
+    core.handle(second(10), down("a", 2));
+    // Now r0 is away, and its device with it; c takes r0 in, until b's owner returns.
+    let outputs = core.handle(second(20), up("c", 1, 1000));
+    obey(&mut core, second(20), outputs);
+    assert_eq!(shards_of(&core, "r0"), ("ready".into(), vec!["c/cpu".into()]));
+    assert_eq!(shards_of(&core, "r1").0, "waiting");
 }
 
 #[derive(Debug, Clone)]

@@ -5,7 +5,7 @@ use dunlin_actors::gateway::{self, ByteModel};
 use dunlin_actors::host::{Host, HostError, HostOptions, HostParts};
 use dunlin_actors::messages::*;
 use dunlin_actors::placement;
-use dunlin_actors::placement::core::Intensity;
+use dunlin_actors::placement::core::{Intensity, Replan};
 use dunlin_actors::placement::planner::{PlanLimits, ReplicaWant};
 use dunlin_actors::router::{self, RouterConfig};
 use dunlin_actors::scheduler::SchedulerConfig;
@@ -25,7 +25,7 @@ use tokio::time::{Instant, timeout};
 pub const BLOCK_TOKENS: usize = 4;
 /// Far beyond what anything takes; a test that reaches it has hung.
 pub const SOON: Duration = Duration::from_secs(60);
-const CALL: Duration = Duration::from_secs(5);
+const CALL: Duration = Duration::from_secs(20);
 const HEAD: &str = "head";
 
 pub fn name(name: &str) -> NodeName {
@@ -50,6 +50,7 @@ pub struct Setup {
     /// Of a device that holds one whole model.
     pub kv_blocks: usize,
     pub scheduler: SchedulerConfig,
+    pub replan: Replan,
 }
 
 impl Setup {
@@ -57,7 +58,7 @@ impl Setup {
         let step_cost = Duration::from_millis(1);
         let spec = HashSpec { heads: 2, context: 4096, step_cost, ..HashSpec::default() };
         let scheduler = SchedulerConfig { step_tokens: 64, ..SchedulerConfig::default() };
-        Self { spec, wants, kv_blocks: 1024, scheduler }
+        Self { spec, wants, kv_blocks: 1024, scheduler, replan: Replan::default() }
     }
 
     /// One replica per node.
@@ -325,6 +326,7 @@ async fn start_host(
             within: Duration::from_secs(10),
             rest: Duration::from_millis(500),
         },
+        replan: setup.replan,
         node_intensity: supervise::Intensity { max: 5, within: Duration::from_secs(10) },
         scheduler: setup.scheduler.clone(),
         router: RouterConfig::default(),

@@ -2,6 +2,8 @@
 
 use crate::harness::*;
 use dunlin_actors::host::HostError;
+use dunlin_actors::messages::RouterStatus;
+use dunlin_actors::placement::core::Replan;
 use std::time::Duration;
 use tokio::time::timeout;
 
@@ -14,7 +16,7 @@ async fn same_text(setup: Setup) {
     for stream in streams {
         stream.finished().await;
     }
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -44,7 +46,7 @@ async fn a_crashed_stage_costs_no_token() {
         LocalCluster::start(Setup::new(vec![want("r", &[&["a/cpu:0"], &["b/cpu:0"]])])).await;
     let mut streams = Vec::new();
     for id in 1..=4 {
-        let mut stream = cluster.submit(&cluster.mixed(id, 20, 300)).await;
+        let mut stream = cluster.submit(&cluster.mixed(id, 20, 1000)).await;
         stream.take(10).await;
         streams.push(stream);
     }
@@ -54,7 +56,7 @@ async fn a_crashed_stage_costs_no_token() {
     for stream in streams {
         stream.finished().await;
     }
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
     zombie.stop().await;
 }
 
@@ -63,7 +65,7 @@ async fn a_draining_node_finishes_what_it_has_and_gets_nothing_new() {
     let cluster = LocalCluster::start(Setup::replicas(&["left", "right"])).await;
     let mut old = Vec::new();
     for id in 1..=8 {
-        let mut stream = cluster.submit(&cluster.mixed(id, 20, 300)).await;
+        let mut stream = cluster.submit(&cluster.mixed(id, 20, 1000)).await;
         stream.take(1).await;
         old.push(stream);
     }
@@ -88,7 +90,7 @@ async fn a_draining_node_finishes_what_it_has_and_gets_nothing_new() {
         let (_, served_by) = stream.finished().await;
         assert_eq!(served_by, ["right/cpu:0"], "request {id}");
     }
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }
 
 /// L39: never "running" without a worker, and never without a reason.
@@ -128,4 +130,37 @@ async fn an_impossible_configuration_ends_with_its_error() {
         Err(HostError::Impossible(text)) => assert!(text.contains("cpu:9"), "{text}"),
         other => panic!("expected the plan's error, got {other:?}"),
     }
+}
+
+/// The layers of a node that stays away are computed by the survivor, and go back to it later; no
+/// stream loses a token either way.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_nodes_layers_move_to_the_survivor_and_back() {
+    let mut setup = Setup::new(vec![want("r", &[&["a/cpu:0"], &["b/cpu:0"]])]);
+    setup.replan =
+        Replan { after: Duration::from_millis(200), back_after: Duration::from_millis(500) };
+    let mut cluster = LocalCluster::start(setup).await;
+    let mut streams = Vec::new();
+    for id in 1..=4 {
+        let mut stream = cluster.submit(&cluster.mixed(id, 20, 1200)).await;
+        stream.take(10).await;
+        streams.push(stream);
+    }
+    let zombie = cluster.crash("b");
+    let on = |status: &RouterStatus, node: &str| {
+        let place = format!("{node}/cpu:0");
+        status.replicas.iter().any(|r| r.info.served_by.contains(&place))
+    };
+    let alone = |s: &RouterStatus| on(s, "a") && !on(s, "b");
+    cluster.until("the survivor serves alone", alone).await;
+    for stream in &mut streams {
+        stream.take(200).await;
+    }
+    cluster.start_host("b").await;
+    cluster.until("both serve again", |s| on(s, "a") && on(s, "b")).await;
+    for stream in streams {
+        stream.finished().await;
+    }
+    cluster.settled(Duration::from_secs(5)).await;
+    zombie.stop().await;
 }

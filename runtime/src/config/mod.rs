@@ -190,6 +190,11 @@ pub struct RestartSection {
     pub max: u32,
     /// ... within this time; one more escalates. Default 60000.
     pub within_ms: u64,
+    /// A replica whose node is away for so long is planned onto the others, where they can hold its
+    /// layers. Default 5000.
+    pub replan_after_ms: u64,
+    /// It returns once that node has been back for so long. Default 10000.
+    pub return_after_ms: u64,
 }
 
 impl RestartSection {

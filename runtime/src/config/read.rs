@@ -316,6 +316,8 @@ fn restart(mut table: Reader<'_>) -> Result<RestartSection, ConfigError> {
     let section = RestartSection {
         max: table.u32("max", 10, 0, 1000)?,
         within_ms: table.integer("within_ms", 100, DAY_MS)?.unwrap_or(60_000),
+        replan_after_ms: table.integer("replan_after_ms", 0, DAY_MS)?.unwrap_or(5_000),
+        return_after_ms: table.integer("return_after_ms", 0, DAY_MS)?.unwrap_or(10_000),
     };
     table.finish()?;
     Ok(section)
