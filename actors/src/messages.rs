@@ -444,7 +444,11 @@ pub enum AgentCall {
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum AgentReply {
-    Described(NodeDescription),
+    Described {
+        description: NodeDescription,
+        /// The replicas that run here, loaded and not ended.
+        hosted: Vec<ReplicaPlan>,
+    },
     Loaded(Result<(), String>),
     Leading(Result<ReplicaInfo, String>),
     Retired,
@@ -453,7 +457,7 @@ pub enum AgentReply {
 
 impl Protocol for AgentProtocol {
     const NAME: &'static str = "agent";
-    const VERSION: u16 = 1;
+    const VERSION: u16 = 2;
     type Cast = ();
     type Call = AgentCall;
     type Reply = AgentReply;

@@ -6,7 +6,7 @@
 //! placement, which loads the replica again. Weights stay in [`Engines`], so that costs no read.
 
 use super::HostOptions;
-use crate::engines::Engines;
+use crate::engines::{Compute, Engines};
 use crate::messages::{
     ActorStatus, AgentCall, AgentProtocol, AgentReply, PlacementCast, PlacementProtocol,
     ReplicaEpoch, ReplicaInfo, ReplicaPlan,
@@ -31,6 +31,7 @@ const LINK_PATIENCE: Duration = Duration::from_secs(5);
 pub struct AgentArgs {
     pub node: Node,
     pub engines: Arc<dyn Engines>,
+    pub compute: Compute,
     pub options: Arc<HostOptions>,
     pub placement: Address,
     pub router: Address,
@@ -64,7 +65,7 @@ struct Slot {
 }
 
 struct Hosted {
-    epoch: ReplicaEpoch,
+    plan: ReplicaPlan,
     supervisor: SupervisorHandle,
 }
 
@@ -96,9 +97,15 @@ impl Actor for AgentActor {
         let args = state.args.clone();
         match call {
             AgentCall::Describe => {
-                // Reading memory figures may touch the disk or a driver.
-                tokio::task::spawn_blocking(move || {
-                    reply.send(AgentReply::Described(args.engines.describe()))
+                let slots: Vec<_> = state.replicas.values().cloned().collect();
+                tokio::spawn(async move {
+                    let hosted = slots.iter().filter_map(running).collect();
+                    // Reading memory figures may touch the disk or a driver.
+                    let describe = move || {
+                        let description = args.engines.describe();
+                        reply.send(AgentReply::Described { description, hosted })
+                    };
+                    tokio::task::spawn_blocking(describe).await
                 });
             }
             AgentCall::Load(plan) => {
@@ -112,7 +119,8 @@ impl Actor for AgentActor {
                 let slot = state.slot(&plan.replica);
                 tokio::spawn(async move {
                     let hosted = slot.lock().await;
-                    let current = hosted.hosted.as_ref().is_some_and(|h| h.epoch == plan.epoch);
+                    let current =
+                        hosted.hosted.as_ref().is_some_and(|h| h.plan.epoch == plan.epoch);
                     let answer = match current {
                         true => Ok(replica_info(&args, &plan)),
                         false => Err(format!("epoch {} is not loaded here", plan.epoch.0)),
@@ -125,7 +133,7 @@ impl Actor for AgentActor {
                 tokio::spawn(async move {
                     let mut slot = slot.lock().await;
                     slot.newest = slot.newest.max(epoch);
-                    if slot.hosted.as_ref().is_some_and(|h| h.epoch <= epoch) {
+                    if slot.hosted.as_ref().is_some_and(|h| h.plan.epoch <= epoch) {
                         stop(&mut slot).await;
                     }
                     reply.send(AgentReply::Retired)
@@ -175,7 +183,7 @@ async fn load(
     if let Err(verdict) = handle.ready().await {
         return Err(verdict.to_string());
     }
-    slot.hosted = Some(Hosted { epoch: plan.epoch, supervisor: handle.clone() });
+    slot.hosted = Some(Hosted { plan: plan.clone(), supervisor: handle.clone() });
     slot.loads += 1;
     tokio::spawn(async move {
         let verdict = handle.wait().await;
@@ -210,6 +218,14 @@ async fn linked(node: &Node, plan: &ReplicaPlan) -> Result<(), String> {
         }
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
+}
+
+/// The plan that the slot runs. One that is being loaded counts as none, and so does one that has
+/// ended: its report may have been lost.
+fn running(slot: &Arc<Mutex<Slot>>) -> Option<ReplicaPlan> {
+    let slot = slot.try_lock().ok()?;
+    let hosted = slot.hosted.as_ref()?;
+    hosted.supervisor.is_running().then(|| hosted.plan.clone())
 }
 
 async fn stop(slot: &mut Slot) {
@@ -286,7 +302,8 @@ fn shard_spec(args: &AgentArgs, plan: &ReplicaPlan, index: usize) -> ChildSpec {
             let place = plan.shards[index].clone();
             let engines = args.engines.clone();
             let engine =
-                tokio::task::spawn_blocking(move || engines.build(&place.device, &place.spec))
+                args.compute
+                    .blocking(move || engines.build(&place.device, &place.spec))
                     .await
                     .map_err(|panic| format!("building the engine: {panic}"))??;
             let leader = plan.leader().clone();
@@ -299,6 +316,7 @@ fn shard_spec(args: &AgentArgs, plan: &ReplicaPlan, index: usize) -> ChildSpec {
                 scheduler,
                 placement: args.placement.clone(),
                 step_deadline: args.options.step_deadline,
+                compute: args.compute,
             };
             shard::start_shard(shard_args, supervisor).await
         }

@@ -8,7 +8,7 @@ mod agent;
 mod probe;
 mod status;
 
-use crate::engines::Engines;
+use crate::engines::{Compute, Engines};
 use crate::gateway::{self, TextModel};
 use crate::messages::{
     GatewayCall, GatewayProtocol, PlacementCast, PlacementProtocol, RouterCall, RouterProtocol,
@@ -27,6 +27,7 @@ use dunlin_runtime::{Address, Node, NodeName};
 use ractor::ActorCell;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::sync::{mpsc, watch};
@@ -75,6 +76,7 @@ impl HostOptions {
 pub struct HostParts {
     pub node: Node,
     pub engines: Arc<dyn Engines>,
+    pub compute: Compute,
     /// Needed where the node has an HTTP address.
     pub text: Option<Arc<dyn TextModel>>,
     /// Renders this process's metrics for Prometheus.
@@ -129,6 +131,7 @@ impl Host {
         let agent_args = AgentArgs {
             node: node.clone(),
             engines: parts.engines.clone(),
+            compute: parts.compute,
             options: options.clone(),
             placement: placement.clone(),
             router: router.clone(),
@@ -379,9 +382,10 @@ fn head_children(
     let (node, config) = (parts.node.clone(), options.router.clone());
     let placement_address = node.address(placement::ROLE, placement::INSTANCE);
     let nodes: Vec<NodeName> = options.nodes.iter().map(|(name, _)| name.clone()).collect();
-    let routers = std::sync::atomic::AtomicU64::new(0);
+    let routers = Arc::new(AtomicU64::new(0));
+    let router_lives = routers.clone();
     let router = child("router", move |cell| {
-        let again = routers.fetch_add(1, std::sync::atomic::Ordering::Relaxed) > 0;
+        let again = router_lives.fetch_add(1, Ordering::Relaxed) > 0;
         let (node, config, placement) = (node.clone(), config.clone(), placement_address.clone());
         let nodes = nodes.clone();
         async move {
@@ -396,9 +400,13 @@ fn head_children(
     let (node, engines, options) = (parts.node.clone(), parts.engines.clone(), options.clone());
     // A later life of placement gives out higher epochs than every earlier one: the incarnation
     // rises with the process, the counter with restarts inside it.
-    let lives = std::sync::atomic::AtomicU64::new(0);
+    let lives = AtomicU64::new(0);
+    // What runs may be taken over only while the router that gave it its work lives on.
+    let known_routers = AtomicU64::new(0);
     let placement = child("placement", move |cell| {
-        let life = lives.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
+        let life = lives.fetch_add(1, Ordering::Relaxed);
+        let now = routers.load(Ordering::Relaxed);
+        let same_router = known_routers.swap(now, Ordering::Relaxed) == now;
         let first_epoch = (node.incarnation().0 << 24) + (life << 16) + 1;
         let core = Placement::new(
             engines.clone(),
@@ -408,6 +416,7 @@ fn head_children(
             (options.replica_intensity, options.replan),
             first_epoch,
         );
+        let core = if same_router { core.adopting() } else { core };
         let args = placement::PlacementArgs {
             node: node.clone(),
             core,

@@ -95,7 +95,7 @@ async fn look_at(node: &Node, name: NodeName, address: String) -> NodeStatus {
         return status;
     }
     let describe = node.call::<AgentProtocol>(&to, &AgentCall::Describe, DEADLINE).await;
-    if let Ok(AgentReply::Described(description)) = describe {
+    if let Ok(AgentReply::Described { description, .. }) = describe {
         let line = |d: &crate::messages::DeviceDescription| format!("{}: {}", d.id, d.description);
         status.devices = description.devices.iter().map(line).collect();
     }

@@ -48,6 +48,8 @@ pub enum Input {
     NodeUp {
         peer: Peer,
         description: NodeDescription,
+        /// Replicas that run there already: an earlier life of placement put them there.
+        hosted: Vec<ReplicaPlan>,
     },
     NodeDown {
         peer: Peer,
@@ -123,6 +125,8 @@ pub struct Placement {
     expected: BTreeSet<NodeName>,
     wants_known: bool,
     nodes: BTreeMap<NodeName, (Peer, NodeDescription)>,
+    /// What each node said that it runs when it was last described.
+    hosted: BTreeMap<NodeName, Vec<ReplicaPlan>>,
     /// Nodes that are about to leave; nothing new is placed on them in this life.
     draining: BTreeSet<NodeName>,
     replicas: BTreeMap<String, Replica>,
@@ -134,6 +138,8 @@ struct Replica {
     want: ReplicaWant,
     /// Where it stands in instead, while nodes of `want` are away.
     stand_in: Option<ReplicaWant>,
+    /// Not placed in this life of placement: what runs of it may be taken over as it is.
+    adoptable: bool,
     /// Since when nodes of `want` are missing, or all there, as last seen.
     missing: Option<Duration>,
     whole: Option<Duration>,
@@ -147,7 +153,17 @@ impl Replica {
     fn new(want: ReplicaWant, epoch: ReplicaEpoch, now: Duration) -> Self {
         let state = State::Waiting { reason: "nothing has been tried yet".into() };
         let breaks = VecDeque::new();
-        Self { want, stand_in: None, missing: None, whole: None, epoch, state, since: now, breaks }
+        Self {
+            want,
+            stand_in: None,
+            adoptable: false,
+            missing: None,
+            whole: None,
+            epoch,
+            state,
+            since: now,
+            breaks,
+        }
     }
 
     /// Where it is, or is being, placed.
@@ -162,6 +178,36 @@ impl Replica {
             }
             State::Waiting { .. } | State::Resting { .. } | State::Failed { .. } => None,
         }
+    }
+
+    /// The plan under which all nodes of it say that they run this replica, at most once.
+    fn adopt(
+        &mut self,
+        hosted: &BTreeMap<NodeName, Vec<ReplicaPlan>>,
+        there: &BTreeMap<NodeName, NodeDescription>,
+    ) -> Option<ReplicaPlan> {
+        if !self.adoptable {
+            return None;
+        }
+        let named = |plan: &&ReplicaPlan| plan.replica == self.want.name;
+        let newest = hosted.values().flatten().filter(named).max_by_key(|plan| plan.epoch)?;
+        let runs = |node: &NodeName| {
+            let runs = hosted.get(node).is_some_and(|plans| plans.contains(newest));
+            runs && there.contains_key(node)
+        };
+        if !newest.shards.iter().all(|place| runs(&place.node)) {
+            return None;
+        }
+        let plan = newest.clone();
+        self.adoptable = false;
+        let mut stages = vec![Vec::new(); plan.stages];
+        for place in &plan.shards {
+            stages[place.stage].push((place.node.clone(), place.device.clone()));
+        }
+        if stages != self.want.stages {
+            self.stand_in = Some(ReplicaWant { stages, ..self.want.clone() });
+        }
+        Some(plan)
     }
 
     /// The configured nodes that are not there; keeps the times since when.
@@ -211,6 +257,7 @@ impl Placement {
             expected,
             wants_known: !wants.is_empty(),
             nodes: BTreeMap::new(),
+            hosted: BTreeMap::new(),
             draining: BTreeSet::new(),
             replicas: BTreeMap::new(),
             next_epoch: first_epoch,
@@ -219,11 +266,21 @@ impl Placement {
         core
     }
 
+    /// This life follows on another one of the same head, whose router still knows what runs: a
+    /// replica that is found running whole is taken over in its epoch, and its streams go on.
+    pub fn adopting(mut self) -> Self {
+        self.replicas.values_mut().for_each(|replica| replica.adoptable = true);
+        self
+    }
+
     /// Feeds one input; what must be done comes back in order.
     pub fn handle(&mut self, now: Duration, input: Input) -> Vec<Output> {
         let mut out = Vec::new();
         match input {
-            Input::NodeUp { peer, description } => self.node_up(now, peer, description, &mut out),
+            Input::NodeUp { peer, description, hosted } => {
+                self.hosted.insert(peer.node.clone(), hosted);
+                self.node_up(now, peer, description, &mut out);
+            }
             Input::NodeDown { peer, reason } => {
                 if self.nodes.get(&peer.node).is_some_and(|(known, _)| *known == peer) {
                     self.nodes.remove(&peer.node);
@@ -234,6 +291,7 @@ impl Placement {
             Input::NodeDraining { node } => self.drain_node(node, &mut out),
             Input::RouterRestarted => {
                 let all: Vec<String> = self.replicas.keys().cloned().collect();
+                self.replicas.values_mut().for_each(|replica| replica.adoptable = false);
                 for replica in all {
                     let reason = "the router was restarted".to_string();
                     self.break_replica(now, &replica, reason, Vec::new(), false, &mut out);
@@ -479,6 +537,14 @@ impl Placement {
                 continue;
             }
             let missing = replica.missing(now, &there);
+            if let Some(plan) = replica.adopt(&self.hosted, &there) {
+                out.push(Output::Note(format!("replica {name} runs: it is taken over")));
+                out.push(Output::Lead { node: plan.leader().clone(), plan: plan.clone() });
+                replica.epoch = plan.epoch;
+                replica.since = now;
+                replica.state = State::Starting { plan };
+                continue;
+            }
             let shape = self.model.shape();
             replica.stand_in = None;
             if !missing.is_empty() {
@@ -498,6 +564,7 @@ impl Placement {
                 out.push(Output::Note(text));
             }
             self.next_epoch += 1;
+            replica.adoptable = false;
             replica.epoch = ReplicaEpoch(self.next_epoch);
             replica.since = now;
             match plan(replica.placed(), replica.epoch, &there, shape, &self.limits) {

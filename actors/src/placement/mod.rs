@@ -52,7 +52,7 @@ struct PlacementActor;
 
 enum Msg {
     Peer(PeerEvent),
-    Described(Peer, NodeDescription),
+    Described(Peer, NodeDescription, Vec<ReplicaPlan>),
     Input(Input),
     Status(ReplyPort<PlacementReply>),
 }
@@ -145,8 +145,8 @@ impl Actor for PlacementActor {
             }
             // Loads, leads and retirements are calls; each reports its own failure.
             Msg::Peer(PeerEvent::Undelivered { .. }) => return Ok(()),
-            Msg::Described(peer, description) => {
-                state.core.handle(now, Input::NodeUp { peer, description })
+            Msg::Described(peer, description, hosted) => {
+                state.core.handle(now, Input::NodeUp { peer, description, hosted })
             }
             Msg::Input(input) => state.core.handle(now, input),
             Msg::Status(reply) => {
@@ -208,8 +208,8 @@ fn describe(node: Node, myself: ActorRef<Msg>, peer: Peer) {
         let to = agent(&peer.node);
         for _ in 0..20 {
             match node.call::<AgentProtocol>(&to, &AgentCall::Describe, CALL_DEADLINE).await {
-                Ok(AgentReply::Described(description)) => {
-                    let _ = myself.cast(Msg::Described(peer, description));
+                Ok(AgentReply::Described { description, hosted }) => {
+                    let _ = myself.cast(Msg::Described(peer, description, hosted));
                     return;
                 }
                 Ok(other) => tracing::warn!(node = %peer.node, ?other, "answered beside the point"),

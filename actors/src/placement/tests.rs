@@ -162,7 +162,8 @@ fn without_a_replica_section_the_planner_replicates_or_pipelines() {
 #[test]
 fn a_replica_that_keeps_breaking_rests() {
     let mut core = placement(vec![want("r0", &[&["a"]])]);
-    let up = Input::NodeUp { peer: peer("a", 1), description: description(1000) };
+    let up =
+        Input::NodeUp { peer: peer("a", 1), description: description(1000), hosted: Vec::new() };
     let mut outputs = core.handle(Duration::ZERO, up);
     for second in 0..=INTENSITY.max as u64 {
         let [Output::Load { plan, .. }] = &outputs[outputs.len() - 1..] else {
@@ -180,7 +181,7 @@ fn a_replica_that_keeps_breaking_rests() {
 }
 
 fn up(n: &str, incarnation: u64, free: u64) -> Input {
-    Input::NodeUp { peer: peer(n, incarnation), description: description(free) }
+    Input::NodeUp { peer: peer(n, incarnation), description: description(free), hosted: Vec::new() }
 }
 
 fn down(n: &str, incarnation: u64) -> Input {
@@ -316,6 +317,57 @@ fn a_stand_in_makes_room_for_the_replica_that_belongs_there() {
     obey(&mut core, second(20), outputs);
     assert_eq!(shards_of(&core, "r0"), ("ready".into(), vec!["c/cpu".into()]));
     assert_eq!(shards_of(&core, "r1").0, "waiting");
+}
+
+#[test]
+fn a_later_life_takes_over_what_runs_whole_and_places_the_rest_anew() {
+    let mut first = placement(vec![want("r0", &[&["a"], &["b"]]), want("r1", &[&["c"]])]);
+    let mut plans = BTreeMap::new();
+    for n in ["a", "b", "c"] {
+        let outputs = first.handle(Duration::ZERO, up(n, 1, 2000));
+        for output in obey(&mut first, Duration::ZERO, outputs) {
+            if let Output::Load { node, plan } = output {
+                plans.insert(node, plan);
+            }
+        }
+    }
+    let second = || {
+        let expected = ["a", "b", "c"].iter().map(|n| name(n)).collect();
+        let wants = vec![want("r0", &[&["a"], &["b"]]), want("r1", &[&["c"]])];
+        let how = (INTENSITY, REPLAN);
+        Placement::new(Arc::new(Toy), wants, expected, LIMITS, how, 1000).adopting()
+    };
+    let hosting = |n: &str, plans: Vec<ReplicaPlan>| Input::NodeUp {
+        peer: peer(n, 1),
+        description: description(2000),
+        hosted: plans,
+    };
+    let (r0, r1) = (plans[&name("a")].clone(), plans[&name("c")].clone());
+    let mut core = second();
+    let mut outputs = Vec::new();
+    for (n, plan) in [("a", &r0), ("b", &r0), ("c", &r1)] {
+        let first = core.handle(Duration::ZERO, hosting(n, vec![plan.clone()]));
+        outputs.extend(obey(&mut core, Duration::ZERO, first));
+    }
+    assert!(!outputs.iter().any(|o| matches!(o, Output::Load { .. })), "{outputs:?}");
+    let ups = outputs.iter().filter_map(|o| match o {
+        Output::Up(info) => Some(info.epoch),
+        _ => None,
+    });
+    assert_eq!(ups.collect::<Vec<_>>(), [r0.epoch, r1.epoch]);
+
+    // b has lost its part: the replica is placed anew, under a higher epoch than it ever had.
+    let mut core = second();
+    core.handle(Duration::ZERO, hosting("a", vec![r0.clone()]));
+    let outputs = core.handle(Duration::ZERO, hosting("b", Vec::new()));
+    let loads =
+        outputs.iter().filter(|o| matches!(o, Output::Load { plan, .. } if plan.epoch.0 > 1000));
+    assert_eq!(loads.count(), 2, "{outputs:?}");
+    // The router is new, too: nobody knows the work that runs.
+    let mut core = second();
+    core.handle(Duration::ZERO, Input::RouterRestarted);
+    let outputs = core.handle(Duration::ZERO, hosting("c", vec![r1]));
+    assert!(matches!(outputs[..], [Output::Load { .. }]), "{outputs:?}");
 }
 
 #[derive(Debug, Clone)]
@@ -474,5 +526,5 @@ fn bring_up(driver: &mut Driver, n: &str) {
     *incarnation += 1;
     let peer = peer(n, *incarnation);
     driver.present.insert(node);
-    driver.feed(Input::NodeUp { peer, description: description(1000) });
+    driver.feed(Input::NodeUp { peer, description: description(1000), hosted: Vec::new() });
 }

@@ -28,7 +28,7 @@ async fn one_bad_request(fault: Fault, expected: FailureCode, rebuilt: bool) {
     if rebuilt {
         assert!(cluster.restarts("left").await > 0, "the status shows it");
     }
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -62,7 +62,7 @@ async fn c12_a_poisonous_http_request_gets_500() {
     let (code, answer) = cluster.post("/v1/completions", good).await;
     assert_eq!(code, 200, "{answer}");
     assert!(answer.contains("\"completion_tokens\":4"), "{answer}");
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -70,7 +70,7 @@ async fn a_crashed_node_costs_no_token() {
     let mut cluster = LocalCluster::start(Setup::replicas(&["left", "right"])).await;
     let mut streams = Vec::new();
     for id in 1..=12 {
-        streams.push(cluster.submit(&cluster.mixed(id, 20, 300)).await);
+        streams.push(cluster.submit(&cluster.mixed(id, 20, 1000)).await);
     }
     for stream in &mut streams {
         stream.take(10).await;
@@ -83,7 +83,7 @@ async fn a_crashed_node_costs_no_token() {
     let status = cluster.status().await.expect("a status");
     assert!(status.replays_total > 0, "nothing ran on the crashed node: {status:#?}");
     cluster.probe(1000).await;
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
     zombie.stop().await;
 }
 
@@ -92,7 +92,7 @@ async fn the_only_replica_comes_back_and_goes_on() {
     let mut cluster = LocalCluster::start(Setup::replicas(&["left"])).await;
     let mut streams = Vec::new();
     for id in 1..=4 {
-        let mut stream = cluster.submit(&cluster.mixed(id, 20, 300)).await;
+        let mut stream = cluster.submit(&cluster.mixed(id, 20, 1000)).await;
         stream.take(10).await;
         streams.push(stream);
     }
@@ -110,7 +110,7 @@ async fn the_only_replica_comes_back_and_goes_on() {
         Err(refusal) => assert!(matches!(refusal, Refusal::NotReady { .. }), "{refusal}"),
     }
     cluster.probe(1000).await;
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
     zombie.stop().await;
 }
 
@@ -132,28 +132,41 @@ async fn a_node_that_was_cut_off_delivers_nothing_stale() {
         stream.finished().await;
     }
     cluster.await_ready().await;
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_killed_placement_places_again_under_higher_epochs() {
+async fn a_killed_placement_takes_over_what_runs() {
     let cluster = LocalCluster::start(Setup::replicas(&["left", "right"])).await;
-    let epochs = |status: RouterStatus| status.replicas.iter().map(|r| r.info.epoch).min();
-    let old = epochs(cluster.status().await.expect("a status"));
-    let newest = cluster.status().await.expect("a status");
-    let newest = newest.replicas.iter().map(|r| r.info.epoch).max();
+    let epochs = |s: &RouterStatus| s.replicas.iter().map(|r| r.info.epoch).collect::<Vec<_>>();
+    let old = epochs(&cluster.status().await.expect("a status"));
     let mut stream = cluster.submit(&cluster.mixed(1, 20, 600)).await;
     stream.take(5).await;
     assert!(cluster.head().kill("placement").await);
-    let status = cluster
-        .until("placed anew", |s| {
-            s.replicas.len() == 2 && s.replicas.iter().all(|r| Some(r.info.epoch) > newest)
-        })
-        .await;
-    assert!(epochs(status) > old);
+    let begun = tokio::time::Instant::now();
+    loop {
+        let states = cluster.states_now().await.unwrap_or_default();
+        if states.len() == 2 && states.iter().all(|s| s.state == "ready") {
+            break;
+        }
+        assert!(begun.elapsed() < SOON, "{states:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
     stream.finished().await;
+    let status = cluster.status().await.expect("a status");
+    assert_eq!((epochs(&status), status.replays_total), (old, 0));
+    // And it is in charge of them: what breaks from now on is placed anew.
+    let mut zombies = Vec::new();
+    let mut cluster = cluster;
+    zombies.push(cluster.crash("left"));
+    cluster.until("one is gone", |s| s.replicas.len() == 1).await;
+    cluster.start_host("left").await;
+    cluster.until("it is back", |s| s.replicas.len() == 2).await;
     cluster.probe(1000).await;
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
+    for zombie in zombies {
+        zombie.stop().await;
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -172,5 +185,5 @@ async fn a_killed_router_gets_its_replicas_back_and_ends_what_was_open() {
     cluster.until("replicas are announced again", |s| s.replicas.len() == 2).await;
     cluster.probe(1000).await;
     // The orphan's work is thrown away, not computed to its end.
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }

@@ -1,6 +1,7 @@
 //! `LocalCluster`: several hosts on one in-memory network, and a client of their router.
 
 use crate::engines::{Fault, TestEngines, oracle};
+use dunlin_actors::engines::Compute;
 use dunlin_actors::gateway::{self, ByteModel};
 use dunlin_actors::host::{Host, HostError, HostOptions, HostParts};
 use dunlin_actors::messages::*;
@@ -181,11 +182,15 @@ impl LocalCluster {
     }
 
     pub async fn states(&self) -> Vec<ReplicaState> {
+        self.states_now().await.expect("placement's status")
+    }
+
+    /// `None` while placement does not answer.
+    pub async fn states_now(&self) -> Option<Vec<ReplicaState>> {
         let to = Address::new(name(HEAD), placement::ROLE, placement::INSTANCE);
         let call = PlacementCall::Status;
         let answer = self.head().node().call::<PlacementProtocol>(&to, &call, CALL).await;
-        let PlacementReply::Status(states) = answer.expect("placement's status");
-        states
+        answer.ok().map(|PlacementReply::Status(states)| states)
     }
 
     /// Nothing is held anywhere `bound` from now: no request, no block, and the books agree.
@@ -338,6 +343,7 @@ async fn start_host(
     let parts = HostParts {
         node: started,
         engines: Arc::new(engines.of_node(if is_head { 0 } else { 2 })),
+        compute: Compute::Threads,
         text: is_head.then(|| Arc::new(text) as Arc<dyn gateway::TextModel>),
         metrics: Arc::new(String::new),
     };

@@ -131,6 +131,11 @@ impl SupervisorHandle {
         }
     }
 
+    /// Every child has been up, and the supervisor has not ended.
+    pub fn is_running(&self) -> bool {
+        self.lifecycle.has_changed().is_ok() && *self.lifecycle.borrow() == Lifecycle::Ready
+    }
+
     /// Waits until the supervisor has ended and says why. This is how the top of a tree hears of
     /// an escalation.
     pub async fn wait(&self) -> Verdict {
