@@ -4,14 +4,15 @@
 //! receiver does not read, and after a lost link reports `LinkDown` once and opens anew with the
 //! next frame. Frames under way when a link breaks are lost; the receiver is told `LinkDown`
 //! between what came before and what comes after. Frames of an older life of the sender are
-//! refused. Payloads are not copied here; the transport makes one copy into the frame.
+//! refused, and so are damaged ones, which end the link. Payloads are not copied here; the transport makes one copy into the frame.
 
 use crate::address::{Incarnation, NodeName};
 use crate::frame::{self, FLOW_HEAD, Frame, Stamp};
+use crate::lane::{Draft, LaneError, LaneIn, LaneOut};
 use crate::options::{Limits, ms};
 use crate::peer::PeerShell;
 use crate::signal::Signal;
-use crate::transport::{BoxFuture, FrameSink, FrameSource, LaneClass, LinkError, OutFrame};
+use crate::transport::{BoxFuture, CloseCode, CloseReason, LaneClass, Link, LinkError};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -81,12 +82,12 @@ enum Path {
     Local(Arc<Slot>),
     Closed,
     /// On the link `.0`.
-    Lane(u64, Box<dyn FrameSink>),
+    Lane(u64, LaneOut),
     /// A write on it is under way; kept here so that a dropped `send` leaves no half frame.
     Busy(BoxFuture<'static, Written>),
 }
 
-type Written = (u64, Box<dyn FrameSink>, Result<(), LinkError>);
+type Written = (u64, LaneOut, Result<(), LinkError>);
 
 impl FlowSender {
     pub(crate) fn new(
@@ -136,7 +137,7 @@ impl FlowSender {
             _ => self.open().await?,
         };
         let head = frame::flow_head(frame.epoch, frame.step, frame.tag);
-        let frames = vec![OutFrame { head, body: frame.payload }];
+        let frames = vec![Draft { head, body: frame.payload }];
         *path = Path::Busy(Box::pin(async move {
             let sent = sink.send(frames).await;
             (token, sink, sent)
@@ -165,18 +166,20 @@ impl FlowSender {
         self.handle.block_on(self.send(frame))
     }
 
-    async fn open(&self) -> Result<(u64, Box<dyn FrameSink>), FlowError> {
+    async fn open(&self) -> Result<(u64, LaneOut), FlowError> {
         let up = self.peer.view.until(Clone::clone);
         let view = tokio::time::timeout(ms(self.open_ms), up).await.ok();
         let Some(view) = view else {
             let reason = self.peer.down_reason().unwrap_or_else(|| "no link".into());
             return Err(self.link_down(reason));
         };
-        let mut sink =
-            view.link.open(self.class.lane()).await.map_err(|error| self.failed(error))?;
+        let (class, guard) = (self.class.lane(), &self.peer.guard);
+        let mut sink = LaneOut::open(&view.link, class, guard, &self.peer.name)
+            .await
+            .map_err(|error| self.failed(error))?;
         let open = Frame::OpenFlow { flow: self.flow.0, class: self.class as u8 };
         let head = frame::encode(self.stamp, &open);
-        sink.send(vec![OutFrame { head, body: Bytes::new() }])
+        sink.send(vec![Draft { head, body: Bytes::new() }])
             .await
             .map_err(|error| self.failed(error))?;
         Ok((view.token, sink))
@@ -235,10 +238,7 @@ impl FlowReceiver {
                 Some(Event::Frame(incarnation, frame)) if incarnation >= peer.incarnation() => {
                     return Ok(frame);
                 }
-                Some(Event::Frame(..)) => {
-                    metrics::counter!("dunlin_frames_refused_total", "reason" => "stale_flow")
-                        .increment(1);
-                }
+                Some(Event::Frame(..)) => peer.guard.refused(peer.name.as_str(), "stale_flow"),
                 Some(Event::Broken(reason)) => {
                     return Err(FlowError::LinkDown { peer: peer.name.clone(), flow, reason });
                 }
@@ -351,17 +351,15 @@ impl Flows {
         peer: &PeerShell,
         flow: FlowId,
         incarnation: Incarnation,
-        mut source: Box<dyn FrameSource>,
-        gone: impl Future<Output = String>,
+        mut source: LaneIn,
+        link: Arc<dyn Link>,
     ) {
         let flows = &peer.flows;
         if flows.slots.lock().len() >= flows.limits.flows_per_peer
             && !flows.slots.lock().contains_key(&flow)
         {
             tracing::warn!(peer = %peer.name, flow = flow.0, "too many flows: refused");
-            metrics::counter!("dunlin_frames_refused_total", "reason" => "too_many_flows")
-                .increment(1);
-            return;
+            return peer.guard.refused(peer.name.as_str(), "too_many_flows");
         }
         let slot = flows.slot(flow);
         let ready = async {
@@ -371,7 +369,7 @@ impl Flows {
         let _turn = tokio::select! {
             biased;
             turn = ready => turn,
-            _ = gone => return flows.forget_unclaimed(flow, &slot),
+            _ = link.closed() => return flows.forget_unclaimed(flow, &slot),
         };
         let limit = flows.limits.flow_frame_bytes.saturating_add(FLOW_HEAD);
         let end = loop {
@@ -381,16 +379,22 @@ impl Flows {
                 received = source.recv(limit) => received,
             };
             peer.heard();
-            let event = match received {
-                Ok(Some(bytes)) => match frame::read_flow(bytes) {
-                    Ok((epoch, step, tag, payload)) => {
-                        let frame = FlowFrame { epoch, step, tag, payload };
-                        Event::Frame(incarnation, frame)
-                    }
-                    Err(error) => break Event::Broken(error.to_string()),
-                },
+            let read = match received {
+                Ok(Some(bytes)) => frame::read_flow(bytes),
                 Ok(None) => break Event::Finished,
-                Err(error) => break Event::Broken(error.to_string()),
+                Err(LaneError::Frame(error)) => Err(error),
+                Err(LaneError::Link(error)) => break Event::Broken(error.to_string()),
+            };
+            let event = match read {
+                Ok((epoch, step, tag, payload)) => {
+                    Event::Frame(incarnation, FlowFrame { epoch, step, tag, payload })
+                }
+                Err(error) => {
+                    peer.guard.refused(peer.name.as_str(), error.kind());
+                    let text = format!("flow {:016x}: {error}", flow.0);
+                    link.close(CloseReason::new(CloseCode::Protocol, text.clone()));
+                    break Event::Broken(text);
+                }
             };
             if incarnation < peer.incarnation() || slot.tx.send(event).await.is_err() {
                 return;

@@ -1,17 +1,22 @@
 //! Frames: what every lane carries, and their bytes.
 //!
-//! Every frame begins with protocol version, kind, cluster stamp and sender incarnation, and is
-//! judged on them before anything behind is looked at. Decoding is bounded, allocates no more
-//! than the frame's own length and never panics. Bodies are slices of the frame: no copy.
+//! Every frame lies in an envelope: `version u16, checksum u32, number u64`. The version comes
+//! first for ever, so that any two versions can tell each other apart; the number counts the
+//! frames of the lane, from 0. The checksum is CRC-32 over all but itself and the version. QUIC
+//! authenticates what is on the wire, so this one guards what lies between: our own buffers and
+//! whatever a fault plan does above TLS. A CRC detects every change within 32 adjacent bits for
+//! certain, and others but for one in 2^32.
 //!
-//! Layout, integers little endian: `version u16, kind u8, cluster u64, incarnation u64`, then the
-//! kind's fields. Strings are `u16` length and UTF-8.
+//! The content of all but flow frames begins with `kind u8, cluster u64, incarnation u64`, and is
+//! judged on them before anything behind is looked at; then come the kind's fields. Integers are
+//! little endian, strings `u16` length and UTF-8. Decoding is bounded, allocates no more than the
+//! frame's own length and never panics. Bodies are slices of the frame: no copy.
 
 use crate::address::{Incarnation, NodeName};
 use bytes::{Buf, BufMut, Bytes, BytesMut};
 
 /// Rises with every change of the wire format; peers of another version are refused.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 pub(crate) const MAGIC: [u8; 4] = *b"DNLN";
 /// Mail lanes per direction; an address always uses the same one, which keeps its order.
 pub(crate) const LANES: usize = 8;
@@ -20,7 +25,9 @@ const MAX_STRING: usize = 512;
 pub(crate) const MAX_MAIL_HEAD: usize = 64 + 3 * (2 + MAX_STRING) + 2;
 /// Longest hello or heartbeat.
 pub(crate) const MAX_SMALL_FRAME: usize = 4096;
-/// Bytes of a flow frame that are not payload.
+/// Bytes in front of every frame's content.
+pub(crate) const ENVELOPE: usize = 14;
+/// Bytes of a flow frame's content that are not payload.
 pub(crate) const FLOW_HEAD: usize = 24;
 
 /// What stands at the head of every frame.
@@ -182,6 +189,10 @@ pub(crate) enum Code {
 /// Why bytes are not a frame of ours. The `kind` labels `dunlin_frames_refused_total`.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum FrameError {
+    #[error("a frame's checksum is {found:08x}, its bytes make {wanted:08x}")]
+    Checksum { found: u32, wanted: u32 },
+    #[error("frame {number} of a lane came before frame {expected}")]
+    Gap { number: u64, expected: u64 },
     #[error("a frame ends after {have} bytes in the middle of a field")]
     Short { have: usize },
     #[error("{left} bytes are left after the frame")]
@@ -205,6 +216,8 @@ pub enum FrameError {
 impl FrameError {
     pub(crate) fn kind(&self) -> &'static str {
         match self {
+            Self::Checksum { .. } => "checksum",
+            Self::Gap { .. } => "gap",
             Self::Short { .. } => "short",
             Self::Trailing { .. } => "trailing",
             Self::Version { .. } => "version",
@@ -218,9 +231,77 @@ impl FrameError {
     }
 }
 
-/// Encodes any frame but mail, which goes through [`mail_head`] to spare its body a copy.
-pub(crate) fn encode(stamp: Stamp, frame: &Frame) -> Bytes {
-    let mut to = BytesMut::with_capacity(192);
+/// Writes the envelope, for which `head` has [`ENVELOPE`] bytes in front.
+pub(crate) fn seal(head: &mut BytesMut, body: &[u8], number: u64) {
+    let mut front = [0; ENVELOPE];
+    front[..2].copy_from_slice(&PROTOCOL_VERSION.to_le_bytes());
+    front[6..].copy_from_slice(&number.to_le_bytes());
+    let (_, content) = head.split_at(ENVELOPE);
+    let sum = checksum(&[&front[6..], content, body]);
+    front[2..6].copy_from_slice(&sum.to_le_bytes());
+    head[..ENVELOPE].copy_from_slice(&front);
+}
+
+/// Checks the envelope; returns the frame's number in its lane and its content.
+pub(crate) fn open(frame: Bytes) -> Result<(u64, Bytes), FrameError> {
+    let mut from = Reader(frame);
+    let theirs = from.u16()?;
+    if theirs != PROTOCOL_VERSION {
+        return Err(FrameError::Version { ours: PROTOCOL_VERSION, theirs });
+    }
+    let found = from.u32()?;
+    let wanted = checksum(&[&from.0]);
+    if found != wanted {
+        return Err(FrameError::Checksum { found, wanted });
+    }
+    Ok((from.u64()?, from.rest()))
+}
+
+fn checksum(parts: &[&[u8]]) -> u32 {
+    let mut hasher = crc32fast::Hasher::new();
+    parts.iter().for_each(|part| hasher.update(part));
+    hasher.finalize()
+}
+
+/// A head that has room for the envelope and nothing else yet.
+fn head(capacity: usize) -> BytesMut {
+    let mut to = BytesMut::with_capacity(ENVELOPE + capacity);
+    to.put_bytes(0, ENVELOPE);
+    to
+}
+
+/// What a fault plan calls a frame with this content: the protocol of a cast or call, `answer`,
+/// `undelivered`, or what the link itself says (`hello`, `ping`, ...).
+pub(crate) fn message_of(content: &[u8]) -> &str {
+    match content.first().copied().unwrap_or(0) {
+        1..=4 => "hello",
+        5 | 6 => "open",
+        7 => "ping",
+        8 => "pong",
+        9 => "ack",
+        KIND_ANSWER => "answer",
+        KIND_UNDELIVERED => "undelivered",
+        KIND_CAST | KIND_CALL => protocol_of(content).unwrap_or("unknown"),
+        _ => "unknown",
+    }
+}
+
+/// The third string of a cast's or call's target.
+fn protocol_of(content: &[u8]) -> Option<&str> {
+    let mut rest = content.get(MAIL_HEAD..)?;
+    let mut text = None;
+    for _ in 0..3 {
+        let (len, behind) = rest.split_first_chunk::<2>()?;
+        let (this, behind) = behind.split_at_checked(usize::from(u16::from_le_bytes(*len)))?;
+        (text, rest) = (Some(this), behind);
+    }
+    std::str::from_utf8(text?).ok()
+}
+
+/// Encodes a frame, with room for its envelope in front. Mail that is sent goes through
+/// [`put_mail_head`] instead, to spare its body a copy.
+pub(crate) fn encode(stamp: Stamp, frame: &Frame) -> BytesMut {
+    let mut to = head(192);
     match frame {
         Frame::Hello(hello) => put_hello(&mut to, stamp, 1, hello),
         Frame::Welcome(hello) => put_hello(&mut to, stamp, 2, hello),
@@ -271,12 +352,13 @@ pub(crate) fn encode(stamp: Stamp, frame: &Frame) -> Bytes {
                     (KIND_UNDELIVERED, 0, 0, undelivered_tail(to, outcome), Bytes::new())
                 }
             };
-            put_mail_head(&mut to, stamp, kind, mail.seq, id, deadline_ms);
+            // Only tests encode mail here.
+            put_mail(&mut to, stamp, kind, mail.seq, id, deadline_ms);
             to.put_slice(&tail);
             to.put_slice(&body);
         }
     }
-    to.freeze()
+    to
 }
 
 pub(crate) const KIND_CAST: u8 = 16;
@@ -284,7 +366,10 @@ pub(crate) const KIND_CALL: u8 = 17;
 pub(crate) const KIND_ANSWER: u8 = 18;
 pub(crate) const KIND_UNDELIVERED: u8 = 19;
 
-/// The fixed front of a mail frame; the kind's tail and the body follow.
+/// Bytes of a mail frame's content in front of its kind's tail.
+const MAIL_HEAD: usize = 37;
+
+/// The front of a mail frame, room for its envelope included; the kind's tail and the body follow.
 pub(crate) fn put_mail_head(
     to: &mut BytesMut,
     stamp: Stamp,
@@ -293,6 +378,11 @@ pub(crate) fn put_mail_head(
     id: u64,
     deadline_ms: u32,
 ) {
+    to.put_bytes(0, ENVELOPE);
+    put_mail(to, stamp, kind, seq, id, deadline_ms);
+}
+
+fn put_mail(to: &mut BytesMut, stamp: Stamp, kind: u8, seq: u64, id: u64, deadline_ms: u32) {
     put_stamp(to, stamp, kind);
     to.put_u64_le(seq);
     to.put_u64_le(id);
@@ -320,13 +410,9 @@ pub(crate) fn undelivered_tail(target: &Target, outcome: &Outcome) -> Bytes {
     to.freeze()
 }
 
-/// Reads one frame; the stamp's cluster and incarnation are the caller's to judge.
-pub(crate) fn decode(frame: Bytes) -> Result<(Stamp, Frame), FrameError> {
-    let mut from = Reader(frame);
-    let theirs = from.u16()?;
-    if theirs != PROTOCOL_VERSION {
-        return Err(FrameError::Version { ours: PROTOCOL_VERSION, theirs });
-    }
+/// Reads a frame's content; the stamp's cluster and incarnation are the caller's to judge.
+pub(crate) fn decode(content: Bytes) -> Result<(Stamp, Frame), FrameError> {
+    let mut from = Reader(content);
     let kind = from.u8()?;
     let stamp = Stamp { cluster: from.u64()?, incarnation: Incarnation(from.u64()?) };
     let frame = match kind {
@@ -366,23 +452,23 @@ pub(crate) fn decode(frame: Bytes) -> Result<(Stamp, Frame), FrameError> {
     }
 }
 
-/// The front of a flow frame; the payload follows. The flow's lane carried the stamp already.
-pub(crate) fn flow_head(epoch: u64, step: u64, tag: u64) -> Bytes {
-    let mut to = BytesMut::with_capacity(FLOW_HEAD);
+/// The front of a flow frame, room for its envelope included; the payload follows. The flow's lane
+/// carried the stamp already.
+pub(crate) fn flow_head(epoch: u64, step: u64, tag: u64) -> BytesMut {
+    let mut to = head(FLOW_HEAD);
     to.put_u64_le(epoch);
     to.put_u64_le(step);
     to.put_u64_le(tag);
-    to.freeze()
+    to
 }
 
-/// (epoch, step, tag, payload) of a flow frame.
-pub(crate) fn read_flow(frame: Bytes) -> Result<(u64, u64, u64, Bytes), FrameError> {
-    let mut from = Reader(frame);
+/// (epoch, step, tag, payload) of a flow frame's content.
+pub(crate) fn read_flow(content: Bytes) -> Result<(u64, u64, u64, Bytes), FrameError> {
+    let mut from = Reader(content);
     Ok((from.u64()?, from.u64()?, from.u64()?, from.rest()))
 }
 
 fn put_stamp(to: &mut BytesMut, stamp: Stamp, kind: u8) {
-    to.put_u16_le(PROTOCOL_VERSION);
     to.put_u8(kind);
     to.put_u64_le(stamp.cluster);
     to.put_u64_le(stamp.incarnation.0);

@@ -10,6 +10,7 @@ pub mod config;
 pub mod faults;
 mod flow;
 mod frame;
+mod lane;
 mod lease;
 mod link;
 mod mailbox;

@@ -2,11 +2,12 @@
 
 use crate::address::{Address, Incarnation, NodeName, Peer};
 use crate::codec;
-use crate::faults::Faults;
+use crate::faults::{Action, Faults, Site, names};
 use crate::flow::{FlowClass, FlowId, FlowReceiver, FlowSender};
 use crate::frame::{self, Content, LANES, Stamp, Target};
+use crate::lane::Guard;
 use crate::lease::LeaseHolder;
-use crate::link;
+use crate::link::{self, Lanes};
 use crate::mailbox::{
     Arrival, CallError, CastError, Export, ExportError, Exports, Inbound, Protocol,
 };
@@ -14,10 +15,8 @@ use crate::membership::Me;
 use crate::options::{NodeOptions, ms};
 use crate::peer::{Failure, PeerShell, PeerStatus};
 use crate::prng::fnv;
-use crate::transport::{
-    BindError, CloseCode, CloseReason, Endpoint, FrameSink, FrameSource, Link, LinkStats, Transport,
-};
-use bytes::{Bytes, BytesMut};
+use crate::transport::{BindError, CloseCode, CloseReason, Endpoint, Link, LinkStats, Transport};
+use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -86,6 +85,9 @@ pub enum StartError {
     UnknownHead { node: NodeName, head: NodeName },
     #[error("node {node}: {name} is {value}, it must be {must}")]
     Option { node: NodeName, name: &'static str, value: u64, must: &'static str },
+    /// A fault plan has it fail.
+    #[error("node {node}: {text}")]
+    Injected { node: NodeName, text: String },
 }
 
 impl Node {
@@ -95,11 +97,18 @@ impl Node {
         transport: Arc<dyn Transport>,
     ) -> Result<Node, StartError> {
         check(&options)?;
+        let guard = Guard::new(options.name.clone(), options.faults.clone());
+        if let Some(Action::Fail { text, .. }) =
+            options.faults.decide(Site::Start { node: &options.name })
+        {
+            guard.tell(names::FAULT_DONE, "start refused", 0, 0);
+            return Err(StartError::Injected { node: options.name, text });
+        }
         let endpoint = transport
             .bind(&options.name, &options.listen)
             .await
             .map_err(|error| StartError::Bind { node: options.name.clone(), error })?;
-        let core = Core::new(options, endpoint);
+        let core = Core::new(options, endpoint, guard);
         core.spawn(core.clone().accept_links());
         for lane in 0..LANES {
             core.spawn(core.clone().own_mail(lane));
@@ -227,7 +236,7 @@ impl Node {
         if let Some(peer) = peers.get(&name) {
             return peer.set_addresses(addresses);
         }
-        let peer = PeerShell::new(name.clone(), addresses, core.options.limits);
+        let peer = PeerShell::new(name.clone(), addresses, core.options.limits, &core.guard);
         peers.insert(name, peer.clone());
         drop(peers);
         core.spawn(link::keep_linked(core.clone(), peer));
@@ -334,6 +343,7 @@ fn check(options: &NodeOptions) -> Result<(), StartError> {
 pub(crate) struct Core {
     pub me: Me,
     pub stamp: Stamp,
+    pub guard: Arc<Guard>,
     pub options: NodeOptions,
     pub endpoint: Arc<dyn Endpoint>,
     pub handle: Handle,
@@ -352,7 +362,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    fn new(options: NodeOptions, endpoint: Arc<dyn Endpoint>) -> Arc<Self> {
+    fn new(options: NodeOptions, endpoint: Arc<dyn Endpoint>, guard: Arc<Guard>) -> Arc<Self> {
         let me = Me {
             name: options.name.clone(),
             cluster: options.cluster.clone(),
@@ -361,7 +371,7 @@ impl Core {
             schema: options.schema,
         };
         let peers = options.peers.iter().map(|(name, addresses)| {
-            let peer = PeerShell::new(name.clone(), addresses.clone(), options.limits);
+            let peer = PeerShell::new(name.clone(), addresses.clone(), options.limits, &guard);
             (name.clone(), peer)
         });
         let now = Instant::now();
@@ -369,11 +379,12 @@ impl Core {
             Some(head) if *head != options.name => Lease::Expired { since: now },
             _ => Lease::Permanent,
         };
-        let own = PeerShell::new(options.name.clone(), Vec::new(), options.limits);
+        let own = PeerShell::new(options.name.clone(), Vec::new(), options.limits, &guard);
         own.up(0, None, true);
         Arc::new(Self {
             stamp: Stamp { cluster: fnv(&[&options.cluster]), incarnation: options.incarnation },
             peers: RwLock::new(peers.collect()),
+            guard,
             me,
             endpoint,
             handle: Handle::current(),
@@ -416,8 +427,8 @@ impl Core {
     }
 
     fn peer_or_lost(&self, name: &NodeName) -> Arc<PeerShell> {
-        self.peer(name)
-            .unwrap_or_else(|| PeerShell::new(name.clone(), Vec::new(), self.options.limits))
+        let (limits, guard) = (self.options.limits, &self.guard);
+        self.peer(name).unwrap_or_else(|| PeerShell::new(name.clone(), Vec::new(), limits, guard))
     }
 
     async fn accept_links(self: Arc<Self>) {
@@ -438,11 +449,8 @@ impl Core {
     async fn own_mail(self: Arc<Self>, lane: usize) {
         let from = Peer { node: self.me.name.clone(), incarnation: self.me.incarnation };
         while let Some(frames) = self.own.next_frames(0, lane, self.stamp).await {
-            for frame in frames {
-                let mut bytes = BytesMut::with_capacity(frame.len());
-                bytes.extend_from_slice(&frame.head);
-                bytes.extend_from_slice(&frame.body);
-                match frame::decode(bytes.freeze()) {
+            for draft in frames {
+                match frame::decode(draft.into_content()) {
                     Ok((_, frame::Frame::Mail(mail))) => {
                         self.deliver(&self.own, from.clone(), lane, 0, mail.content);
                         self.own.ack_lane(lane, mail.seq + 1);
@@ -485,18 +493,18 @@ impl Core {
         peer: Arc<PeerShell>,
         link: Arc<dyn Link>,
         token: u64,
-        sink: Box<dyn FrameSink>,
-        source: Box<dyn FrameSource>,
+        lanes: Lanes,
     ) {
         let who = Peer { node: peer.name.clone(), incarnation: peer.incarnation() };
         tracing::info!(node = %self.me.name, peer = %who, "link up");
         if let Some(holder) = self.holders.lock().get_mut(&peer.name) {
             holder.new_link();
         }
+        self.guard.tell(names::PEER_UP, who.node.as_str(), who.incarnation.0, 0);
         self.emit(PeerEvent::Up { peer: who.clone() });
         let core = self.clone();
         self.spawn(async move {
-            let reason = link::run(core.clone(), peer.clone(), link, token, (sink, source)).await;
+            let reason = link::run(core.clone(), peer.clone(), link, token, lanes).await;
             let over = reason.code == CloseCode::Shutdown;
             let resume_ms = core.options.timing.resume_ms;
             if peer.down(Some(token), &reason.text, over, resume_ms) {
@@ -507,6 +515,7 @@ impl Core {
 
     pub fn peer_down(&self, who: Peer, reason: &str) {
         tracing::info!(node = %self.me.name, peer = %who, reason, "link down");
+        self.guard.tell(names::PEER_DOWN, who.node.as_str(), who.incarnation.0, 0);
         self.emit(PeerEvent::Down { peer: who, reason: reason.to_owned() });
     }
 
@@ -542,7 +551,10 @@ impl Core {
         if self.options.head.as_ref() == Some(&peer.name) {
             let until = self.clock + ms(until);
             if until > Instant::now() {
-                self.lease.send_replace(Lease::Live { until });
+                let before = self.lease.send_replace(Lease::Live { until });
+                if !before.is_live() {
+                    self.guard.tell(names::LEASE_LIVE, "", 0, 0);
+                }
                 self.renewed.notify_one();
             }
         }
@@ -574,6 +586,7 @@ impl Core {
                     tracing::warn!(node = %self.me.name, "the lease ran out");
                     let since = until.unwrap_or_else(Instant::now);
                     self.lease.send_replace(Lease::Expired { since });
+                    self.guard.tell(names::LEASE_EXPIRED, "", 0, 0);
                 }
             }
         }

@@ -1,15 +1,14 @@
 //! Accepting: the hello of a peer that dialled, within bounded time.
 
-use super::put;
+use super::{Lanes, put};
 use crate::address::{Incarnation, Peer};
 use crate::frame::{self, Frame, FrameError, Hello, MAX_SMALL_FRAME, Refusal, RefusalCode};
+use crate::lane::{LaneError, LaneIn, LaneOut};
 use crate::membership;
 use crate::node::Core;
 use crate::options::ms;
 use crate::peer::PeerShell;
-use crate::transport::{
-    CloseCode, CloseReason, FrameSink, FrameSource, LaneClass, Link, LinkError,
-};
+use crate::transport::{CloseCode, CloseReason, LaneClass, Link, LinkError};
 use std::sync::Arc;
 use tokio::time::timeout;
 
@@ -19,9 +18,9 @@ pub(crate) async fn accept(core: Arc<Core>, link: Arc<dyn Link>) {
     let mut token = None;
     let met = timeout(ms(after_ms), meet(&core, &link, &mut token)).await;
     let reason = match met {
-        Ok(Ok((peer, joined, sink, source))) => {
+        Ok(Ok((peer, joined, lanes))) => {
             if peer.up(joined, Some(link.clone()), false) {
-                return core.link_up(peer, link, joined, sink, source);
+                return core.link_up(peer, link, joined, lanes);
             }
             "another link came first".to_owned()
         }
@@ -36,7 +35,7 @@ pub(crate) async fn accept(core: Arc<Core>, link: Arc<dyn Link>) {
     link.close(CloseReason::new(CloseCode::Refused, reason));
 }
 
-type Met = (Arc<PeerShell>, u64, Box<dyn FrameSink>, Box<dyn FrameSource>);
+type Met = (Arc<PeerShell>, u64, Lanes);
 
 async fn meet(
     core: &Arc<Core>,
@@ -44,19 +43,31 @@ async fn meet(
     joining: &mut Option<(Arc<PeerShell>, u64)>,
 ) -> Result<Met, String> {
     let text = |error: LinkError| error.to_string();
-    let mut source = link.accept().await.map_err(text)?;
-    let bytes = source.recv(MAX_SMALL_FRAME).await.map_err(text)?.ok_or("no hello")?;
-    let mut sink = link.open(LaneClass::Heartbeat).await.map_err(text)?;
-    let judged = match frame::decode(bytes) {
+    let proven = link.proven_names().join(", ");
+    let mut source = LaneIn::new(link.accept().await.map_err(text)?, &core.guard, &proven);
+    let read = match source.recv(MAX_SMALL_FRAME).await {
+        Ok(Some(bytes)) => frame::decode(bytes),
+        Ok(None) => return Err("no hello".into()),
+        Err(LaneError::Frame(error)) => Err(error),
+        Err(LaneError::Link(error)) => return Err(text(error)),
+    };
+    let judged = match read {
         Ok((_, Frame::Hello(hello))) => judge(core, link, hello),
         Ok(_) => Err(membership::refuse_frame(&FrameError::Unexpected)),
         Err(error) => Err(membership::refuse_frame(&error)),
     };
+    let name = match &judged {
+        Ok((peer, ..)) => &peer.name,
+        Err(_) => &core.me.name,
+    };
+    let mut sink =
+        LaneOut::open(link, LaneClass::Heartbeat, &core.guard, name).await.map_err(text)?;
     let (peer, token, welcome, replaced) = match judged {
         Ok(judged) => judged,
         Err(refusal) => {
             if refusal.code != RefusalCode::Busy {
-                tracing::warn!(peers = ?link.proven_names(), %refusal, "hello refused");
+                tracing::warn!(peers = proven, %refusal, "hello refused");
+                core.guard.refused(&proven, "hello");
             }
             put(&mut sink, core.stamp, &Frame::Refuse(refusal.clone())).await.map_err(text)?;
             sink.finish();
@@ -71,12 +82,21 @@ async fn meet(
         core.peer_down(who, "a new link takes its place");
     }
     put(&mut sink, core.stamp, &Frame::Welcome(welcome)).await.map_err(text)?;
-    let bytes = source.recv(MAX_SMALL_FRAME).await.map_err(text)?.ok_or("no ready")?;
-    match frame::decode(bytes) {
+    let read = match source.recv(MAX_SMALL_FRAME).await {
+        Ok(Some(bytes)) => frame::decode(bytes),
+        Ok(None) => return Err("no ready".into()),
+        Err(LaneError::Frame(error)) => Err(error),
+        Err(LaneError::Link(error)) => return Err(text(error)),
+    };
+    match read {
         Ok((_, Frame::Ready { out_session })) => peer.ready(out_session),
-        _ => return Err("expected the ready frame".into()),
+        other => {
+            let error = other.err().unwrap_or(FrameError::Unexpected);
+            core.guard.refused(&proven, error.kind());
+            return Err(format!("expected the ready frame: {error}"));
+        }
     }
-    Ok((peer, token, sink, source))
+    Ok((peer, token, (sink, source)))
 }
 
 type Judged = (Arc<PeerShell>, u64, Hello, Option<Incarnation>);

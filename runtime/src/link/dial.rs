@@ -2,6 +2,7 @@
 
 use super::{Lanes, put};
 use crate::frame::{self, Frame, FrameError, Hello, MAX_SMALL_FRAME, Refusal};
+use crate::lane::{LaneError, LaneIn, LaneOut};
 use crate::membership;
 use crate::node::Core;
 use crate::options::ms;
@@ -103,8 +104,8 @@ async fn dial(core: &Arc<Core>, peer: &Arc<PeerShell>, address: &str) -> Result<
         .map_err(silent)
         .and_then(|result| result);
     match greeted {
-        Ok((sink, source)) if peer.up(token, Some(link.clone()), true) => {
-            core.clone().link_up(peer.clone(), link, token, sink, source);
+        Ok(lanes) if peer.up(token, Some(link.clone()), true) => {
+            core.clone().link_up(peer.clone(), link, token, lanes);
             Ok(())
         }
         Ok(_) => {
@@ -129,23 +130,27 @@ async fn greet(
 ) -> Result<Lanes, JoinError> {
     let address = || address.to_owned();
     let broken = |error| JoinError::Link { address: address(), error };
-    let mut sink = link.open(LaneClass::Heartbeat).await.map_err(broken)?;
+    let unreadable = |error: FrameError| {
+        core.guard.refused(peer.name.as_str(), error.kind());
+        JoinError::Frame { address: address(), error }
+    };
+    let class = LaneClass::Heartbeat;
+    let mut sink = LaneOut::open(link, class, &core.guard, &peer.name).await.map_err(broken)?;
     put(&mut sink, core.stamp, &Frame::Hello(hello)).await.map_err(broken)?;
-    let mut source = link.accept().await.map_err(broken)?;
-    let bytes = source.recv(MAX_SMALL_FRAME).await.map_err(broken)?;
+    let source = link.accept().await.map_err(broken)?;
+    let mut source = LaneIn::new(source, &core.guard, peer.name.as_str());
+    let bytes = source.recv(MAX_SMALL_FRAME).await.map_err(|error| match error {
+        LaneError::Link(error) => broken(error),
+        LaneError::Frame(error) => unreadable(error),
+    })?;
     let bytes = bytes.ok_or_else(|| broken(LinkError::Reset))?;
-    let (_, answer) =
-        frame::decode(bytes).map_err(|error| JoinError::Frame { address: address(), error })?;
-    let hello = match answer {
-        Frame::Welcome(hello) => hello,
-        Frame::Refuse(refusal) => {
+    let hello = match frame::decode(bytes).map_err(unreadable)? {
+        (_, Frame::Welcome(hello)) => hello,
+        (_, Frame::Refuse(refusal)) => {
             let by = peer.name.to_string();
             return Err(JoinError::RefusedThere { address: address(), by, refusal });
         }
-        _ => {
-            let error = FrameError::Unexpected;
-            return Err(JoinError::Frame { address: address(), error });
-        }
+        _ => return Err(unreadable(FrameError::Unexpected)),
     };
     let refused = |refusal| JoinError::RefusedHere { address: address(), refusal };
     membership::check(&core.me, &hello, &link.proven_names(), Some(&peer.name)).map_err(refused)?;

@@ -12,12 +12,14 @@ pub(crate) use dial::{keep_linked, until};
 pub(crate) use run::run;
 
 use crate::frame::{self, Frame, Stamp};
-use crate::transport::{FrameSink, FrameSource, LinkError, OutFrame};
+use crate::lane::{Draft, LaneIn, LaneOut};
+use crate::transport::LinkError;
 use bytes::Bytes;
 
-type Lanes = (Box<dyn FrameSink>, Box<dyn FrameSource>);
+/// The heartbeat lanes of a link, out and in.
+pub(crate) type Lanes = (LaneOut, LaneIn);
 
-async fn put(sink: &mut Box<dyn FrameSink>, stamp: Stamp, frame: &Frame) -> Result<(), LinkError> {
+async fn put(lane: &mut LaneOut, stamp: Stamp, frame: &Frame) -> Result<(), LinkError> {
     let head = frame::encode(stamp, frame);
-    sink.send(vec![OutFrame { head, body: Bytes::new() }]).await
+    lane.send(vec![Draft { head, body: Bytes::new() }]).await
 }

@@ -7,13 +7,12 @@ use super::{Lanes, put};
 use crate::address::Peer;
 use crate::flow::{FlowId, Flows};
 use crate::frame::{self, Content, Frame, FrameError, LANES, MAX_MAIL_HEAD, MAX_SMALL_FRAME};
+use crate::lane::{LaneError, LaneIn, LaneOut};
 use crate::node::Core;
 use crate::options::{Limits, ms};
 use crate::peer::PeerShell;
 use crate::session::Verdict;
-use crate::transport::{
-    CloseCode, CloseReason, FrameSink, FrameSource, LaneClass, Link, LinkError,
-};
+use crate::transport::{CloseCode, CloseReason, LaneClass, Link, LinkError};
 use bytes::Bytes;
 use std::sync::Arc;
 use tokio::sync::mpsc;
@@ -45,6 +44,7 @@ pub(crate) async fn run(
     let from = Peer { node: peer.name.clone(), incarnation: peer.incarnation() };
     let run = Arc::new(Run { core, peer, from, link: link.clone(), token, small });
     let mut tasks = JoinSet::new();
+    tasks.spawn(watch_silence(run.clone()));
     tasks.spawn(beat(run.clone(), sink, queue));
     tasks.spawn(listen(run.clone(), source));
     for lane in 0..LANES {
@@ -69,17 +69,23 @@ fn lost(error: LinkError) -> CloseReason {
     }
 }
 
-fn broken(error: FrameError) -> CloseReason {
-    metrics::counter!("dunlin_frames_refused_total", "reason" => error.kind()).increment(1);
-    CloseReason::new(CloseCode::Protocol, error.to_string())
+/// Apart from the heartbeats, so that a write that is held up does not hide it.
+async fn watch_silence(run: Arc<Run>) -> CloseReason {
+    let timing = run.core.options.timing;
+    let mut ticks = tokio::time::interval(ms(timing.heartbeat_ms.max(1)));
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let silent_ms = run.peer.silent_ms();
+        if silent_ms > timing.dead_ms {
+            let text = format!("nothing heard for {silent_ms} ms");
+            return CloseReason::new(CloseCode::Lost, text);
+        }
+    }
 }
 
-/// Sends heartbeats and acknowledgements, and notices silence.
-async fn beat(
-    run: Arc<Run>,
-    mut sink: Box<dyn FrameSink>,
-    mut queue: mpsc::Receiver<Frame>,
-) -> CloseReason {
+/// Sends heartbeats and acknowledgements.
+async fn beat(run: Arc<Run>, mut sink: LaneOut, mut queue: mpsc::Receiver<Frame>) -> CloseReason {
     let timing = run.core.options.timing;
     let mut ticks = tokio::time::interval(ms(timing.heartbeat_ms.max(1)));
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
@@ -88,11 +94,6 @@ async fn beat(
         let frame = tokio::select! {
             biased;
             _ = ticks.tick() => {
-                let silent_ms = run.peer.silent_ms();
-                if silent_ms > timing.dead_ms {
-                    let text = format!("nothing heard for {silent_ms} ms");
-                    return CloseReason::new(CloseCode::Lost, text);
-                }
                 seq += 1;
                 run.core.lease_sent(&run.peer, seq);
                 Frame::Ping { seq, received: run.peer.counts() }
@@ -109,17 +110,17 @@ async fn beat(
 }
 
 /// Reads the peer's heartbeats and acknowledgements.
-async fn listen(run: Arc<Run>, mut source: Box<dyn FrameSource>) -> CloseReason {
+async fn listen(run: Arc<Run>, mut source: LaneIn) -> CloseReason {
     loop {
         let bytes = match source.recv(MAX_SMALL_FRAME).await {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return CloseReason::new(CloseCode::Lost, "the heartbeat lane ended"),
-            Err(error) => return lost(error),
+            Err(error) => return run.failed(error),
         };
         run.peer.heard();
         let frame = match run.open(bytes) {
             Ok(frame) => frame,
-            Err(error) => return broken(error),
+            Err(error) => return run.broken(error),
         };
         match frame {
             Frame::Ping { seq, received } => {
@@ -133,13 +134,13 @@ async fn listen(run: Arc<Run>, mut source: Box<dyn FrameSource>) -> CloseReason 
                 run.core.lease_answered(&run.peer, seq, lease_ms, &run.link.stats());
             }
             Frame::Ack { received } => run.peer.acked(run.token, &received),
-            _ => return broken(FrameError::Unexpected),
+            _ => return run.broken(FrameError::Unexpected),
         }
     }
 }
 
 async fn write_mail(run: Arc<Run>, lane: usize) -> CloseReason {
-    let mut sink: Option<Box<dyn FrameSink>> = None;
+    let mut sink: Option<LaneOut> = None;
     let number = lane as u8;
     while let Some(frames) = run.peer.next_frames(run.token, lane, run.core.stamp).await {
         let count = frames.len() as u64;
@@ -147,7 +148,9 @@ async fn write_mail(run: Arc<Run>, lane: usize) -> CloseReason {
             let sink = match &mut sink {
                 Some(sink) => sink,
                 None => {
-                    let opened = sink.insert(run.link.open(LaneClass::Mail).await?);
+                    let (class, guard) = (LaneClass::Mail, &run.core.guard);
+                    let opened = LaneOut::open(&run.link, class, guard, &run.peer.name).await?;
+                    let opened = sink.insert(opened);
                     put(opened, run.core.stamp, &Frame::OpenMail { lane: number }).await?;
                     opened
                 }
@@ -174,7 +177,10 @@ async fn accept_lanes(run: Arc<Run>) -> CloseReason {
                 Err(error) => return CloseReason::new(CloseCode::Lost, error.to_string()),
             },
             lane = run.link.accept() => match lane {
-                Ok(source) => { readers.spawn(read_lane(run.clone(), source)); }
+                Ok(source) => {
+                    let source = LaneIn::new(source, &run.core.guard, run.peer.name.as_str());
+                    readers.spawn(read_lane(run.clone(), source));
+                }
                 Err(error) => return lost(error),
             },
         }
@@ -182,11 +188,12 @@ async fn accept_lanes(run: Arc<Run>) -> CloseReason {
 }
 
 /// Reads one lane; `Some` if what it carried ends the link.
-async fn read_lane(run: Arc<Run>, mut source: Box<dyn FrameSource>) -> Option<CloseReason> {
+async fn read_lane(run: Arc<Run>, mut source: LaneIn) -> Option<CloseReason> {
     let bytes = match source.recv(MAX_SMALL_FRAME).await {
         Ok(Some(bytes)) => bytes,
         // Opened and dropped, or the link is ending and says so itself.
-        Ok(None) | Err(_) => return None,
+        Ok(None) | Err(LaneError::Link(_)) => return None,
+        Err(LaneError::Frame(error)) => return Some(run.broken(error)),
     };
     run.peer.heard();
     match run.open(bytes) {
@@ -196,49 +203,42 @@ async fn read_lane(run: Arc<Run>, mut source: Box<dyn FrameSource>) -> Option<Cl
             let (peer, link) = (run.peer.clone(), run.link.clone());
             let incarnation = run.from.incarnation;
             run.core.handle.spawn(async move {
-                let gone = async { link.closed().await.text };
-                Flows::pump(&peer, FlowId(flow), incarnation, source, gone).await;
+                Flows::pump(&peer, FlowId(flow), incarnation, source, link).await;
             });
             None
         }
-        Ok(_) => Some(broken(FrameError::Unexpected)),
-        Err(error) => Some(broken(error)),
+        Ok(_) => Some(run.broken(FrameError::Unexpected)),
+        Err(error) => Some(run.broken(error)),
     }
 }
 
-async fn read_mail(run: Arc<Run>, lane: usize, mut source: Box<dyn FrameSource>) -> CloseReason {
+async fn read_mail(run: Arc<Run>, lane: usize, mut source: LaneIn) -> CloseReason {
     let limit = run.core.options.limits.message_bytes.saturating_add(MAX_MAIL_HEAD);
     let mut unacknowledged = 0;
     loop {
         let bytes = match source.recv(limit).await {
             Ok(Some(bytes)) => bytes,
             Ok(None) => return CloseReason::new(CloseCode::Lost, "a mail lane ended"),
-            Err(error @ LinkError::TooBig { .. }) => {
-                metrics::counter!("dunlin_frames_refused_total", "reason" => "too_big")
-                    .increment(1);
-                return CloseReason::new(CloseCode::Protocol, error.to_string());
-            }
-            Err(error) => return lost(error),
+            Err(error) => return run.failed(error),
         };
         run.peer.heard();
         unacknowledged += bytes.len() + Limits::MESSAGE_OVERHEAD;
         let mail = match run.open(bytes) {
             Ok(Frame::Mail(mail)) => mail,
-            Ok(_) => return broken(FrameError::Unexpected),
-            Err(error) => return broken(error),
+            Ok(_) => return run.broken(FrameError::Unexpected),
+            Err(error) => return run.broken(error),
         };
         let Some((verdict, session)) = run.peer.received(run.token, lane, mail.seq) else {
             return CloseReason::new(CloseCode::Replaced, "a new link took its place");
         };
         match verdict {
             Verdict::Deliver => run.deliver(lane, session, mail.content),
+            // What a resumed session sends again is no fault of the peer.
             Verdict::Duplicate => {
-                metrics::counter!("dunlin_frames_refused_total", "reason" => "duplicate")
-                    .increment(1);
+                metrics::counter!("dunlin_frames_refused_total", "reason" => "resent").increment(1);
             }
             Verdict::Gap { expected } => {
-                let text = format!("message {} came before {expected}", mail.seq);
-                return CloseReason::new(CloseCode::Protocol, text);
+                return run.broken(FrameError::Gap { number: mail.seq, expected });
             }
         }
         if unacknowledged > ACK_BYTES {
@@ -249,6 +249,24 @@ async fn read_mail(run: Arc<Run>, lane: usize, mut source: Box<dyn FrameSource>)
 }
 
 impl Run {
+    fn failed(&self, error: LaneError) -> CloseReason {
+        match error {
+            LaneError::Frame(error) => self.broken(error),
+            LaneError::Link(error @ LinkError::TooBig { .. }) => {
+                self.core.guard.refused(self.peer.name.as_str(), "too_big");
+                CloseReason::new(CloseCode::Protocol, error.to_string())
+            }
+            LaneError::Link(error) => lost(error),
+        }
+    }
+
+    /// Refuses a frame. That ends the link: what else is under way cannot be trusted, and a new
+    /// link has all mail sent again.
+    fn broken(&self, error: FrameError) -> CloseReason {
+        self.core.guard.refused(self.peer.name.as_str(), error.kind());
+        CloseReason::new(CloseCode::Protocol, error.to_string())
+    }
+
     /// Decodes a frame and refuses what does not come from this link's peer.
     fn open(&self, bytes: Bytes) -> Result<Frame, FrameError> {
         let (stamp, frame) = frame::decode(bytes)?;

@@ -3,11 +3,11 @@
 use super::{CallOutcome, Failure, Item, PeerShell, Pending};
 use crate::address::Address;
 use crate::frame::{self, LANES, Outcome, Stamp, Target};
+use crate::lane::Draft;
 use crate::mailbox::{CallError, CastError};
 use crate::options::Limits;
 use crate::prng::fnv;
 use crate::session::{Cost, Verdict};
-use crate::transport::OutFrame;
 use bytes::{Bytes, BytesMut};
 use std::sync::Arc;
 use std::time::Duration;
@@ -116,12 +116,7 @@ impl PeerShell {
     }
 
     /// The next frames of a lane, as long as `token` is the link.
-    pub async fn next_frames(
-        &self,
-        token: u64,
-        lane: usize,
-        stamp: Stamp,
-    ) -> Option<Vec<OutFrame>> {
+    pub async fn next_frames(&self, token: u64, lane: usize, stamp: Stamp) -> Option<Vec<Draft>> {
         /// Enough for QUIC to fill its packets, small enough to keep a lane's memory low.
         const BATCH_BYTES: usize = 256 << 10;
         loop {
@@ -147,7 +142,7 @@ impl PeerShell {
                 });
                 frame::put_mail_head(&mut arena, stamp, item.kind, seq, item.id, left);
                 arena.extend_from_slice(&item.tail);
-                OutFrame { head: arena.split().freeze(), body: item.body }
+                Draft { head: arena.split(), body: item.body }
             });
             return Some(frames.collect());
         }

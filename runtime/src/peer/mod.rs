@@ -9,6 +9,7 @@ mod mail;
 use crate::address::{Incarnation, NodeName};
 use crate::flow::Flows;
 use crate::frame::{Hello, LANES, Outcome};
+use crate::lane::Guard;
 use crate::membership::{Life, Me};
 use crate::options::{Limits, ms};
 use crate::session::{Cost, Incoming, Outgoing};
@@ -26,6 +27,8 @@ use tokio::time::Instant;
 pub(crate) struct PeerShell {
     pub name: NodeName,
     pub limits: Limits,
+    /// This node's.
+    pub guard: Arc<Guard>,
     pub flows: Flows,
     /// The current link, for flows and for those who wait for one.
     pub view: Signal<Option<View>>,
@@ -129,7 +132,12 @@ pub struct PeerStatus {
 }
 
 impl PeerShell {
-    pub fn new(name: NodeName, addresses: Vec<String>, limits: Limits) -> Arc<Self> {
+    pub fn new(
+        name: NodeName,
+        addresses: Vec<String>,
+        limits: Limits,
+        guard: &Arc<Guard>,
+    ) -> Arc<Self> {
         let now = Instant::now();
         let state = State {
             addresses,
@@ -154,6 +162,7 @@ impl PeerShell {
         Arc::new(Self {
             name,
             limits,
+            guard: guard.clone(),
             flows: Flows::new(limits),
             view: Signal::new(None),
             wake: Notify::new(),
