@@ -60,7 +60,7 @@ impl Replica {
     fn input(&mut self, input: Input) {
         self.now += Duration::from_millis(1);
         for output in self.scheduler.handle(&mut self.kv, self.now, input) {
-            if let Output::Run { step, batch } = output {
+            if let Output::Run { step, batch, .. } = output {
                 (self.step, self.batch) = (step, batch);
             }
         }

@@ -5,6 +5,7 @@
 
 pub mod engines;
 pub mod facts;
+pub mod faulty;
 pub mod gateway;
 pub mod host;
 pub mod kv;

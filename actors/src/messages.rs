@@ -382,13 +382,14 @@ pub struct ShardProtocol;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum ShardCast {
-    /// Steps of one epoch run in the order of `step`, which rises by one.
-    Run { epoch: ReplicaEpoch, step: u64, batch: Batch },
+    /// Steps of one epoch run in the order of `step`, which rises by one. `claims[i]` is the hash
+    /// of the tokens that sequence `i`'s blocks hold below its position.
+    Run { epoch: ReplicaEpoch, step: u64, batch: Batch, claims: Vec<u64> },
 }
 
 impl Protocol for ShardProtocol {
     const NAME: &'static str = "shard";
-    const VERSION: u16 = 1;
+    const VERSION: u16 = 2;
     type Cast = ShardCast;
     type Call = ();
     type Reply = ();

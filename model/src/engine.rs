@@ -6,6 +6,7 @@ use crate::sampling::{SamplingParams, TokenLogprob};
 use dunlin_backend::BackendError;
 use serde::{Deserialize, Serialize};
 use std::ops::Range;
+use std::time::Duration;
 
 /// Which part of a model an engine holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,6 +89,8 @@ pub struct Sampled {
 pub enum SampleFailure {
     /// A logit was NaN or infinite.
     NotFinite,
+    /// So were the activations that the last stage was given: an earlier stage is the cause.
+    NotFiniteInput,
     /// The batch asked only for prompt logprobs.
     NotAsked,
 }
@@ -144,6 +147,27 @@ pub enum EngineError {
     /// The batch does not fit the engine (shapes, block ids, token ids): a bug upstream.
     #[error("batch refused: {0}")]
     BadBatch(String),
+    /// A block does not hold the tokens that a sequence's table says it does. Nothing was computed.
+    #[error(
+        "request {request}: block {block} holds {holds:016x} at position {position}, \
+         the table claims {claims:016x}"
+    )]
+    Content { request: u64, block: u32, position: u32, holds: u64, claims: u64 },
+    /// A weight in device memory is not what was loaded: load it again before anything is computed.
+    #[error("weight '{tensor}' in the memory of {device} is {is:016x}, loaded was {was:016x}")]
+    Weights { device: String, tensor: String, was: u64, is: u64 },
+    #[error("this engine cannot {0}")]
+    Unsupported(&'static str),
+}
+
+/// A bit that was flipped on purpose, read back from where it lies.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Flip {
+    /// Where, for people.
+    pub place: String,
+    /// The word that holds the bit.
+    pub before: u64,
+    pub after: u64,
 }
 
 /// One stage (and rank) of a model on one device, with its KV store.
@@ -158,4 +182,49 @@ pub trait Engine: Send {
         input: Option<&[f32]>,
         group: &mut dyn Collective,
     ) -> Result<StageOutput, EngineError>;
+
+    /// Announces the batch that the next [`Engine::step`] runs. `claims[i]` is the hash of what
+    /// sequence `i`'s blocks hold below its position; empty where nobody checks. The answer is how
+    /// long the caller must wait before that step: not zero only where a fault is injected.
+    fn begin(&mut self, _step: u64, _batch: &Batch, _claims: &[u64]) -> Duration {
+        Duration::ZERO
+    }
+
+    /// Whether the weights in device memory are still what was loaded.
+    fn verify(&self) -> Result<(), EngineError> {
+        Ok(())
+    }
+
+    /// Fault injection: flips bit `bit` (modulo its size) of the KV entry of local layer `layer` at
+    /// `slot` of `block`.
+    fn flip_kv(
+        &mut self,
+        _layer: usize,
+        _block: u32,
+        _slot: usize,
+        _bit: u32,
+    ) -> Result<Flip, EngineError> {
+        Err(EngineError::Unsupported("flip a bit of its KV store"))
+    }
+
+    /// Fault injection: flips bit `bit` (modulo 32) of word `index` (modulo how many there are) of
+    /// the weights as they lie in device memory.
+    fn flip_weight(&mut self, _index: u64, _bit: u32) -> Result<Flip, EngineError> {
+        Err(EngineError::Unsupported("flip a bit of its weights"))
+    }
+
+    /// Fault injection: the logits of this request are NaN in the next step.
+    fn poison(&mut self, _request: u64) -> Result<(), EngineError> {
+        Err(EngineError::Unsupported("spoil its logits"))
+    }
+
+    /// Everything that a KV block holds, in the engine's own form.
+    fn read_block(&self, _block: u32) -> Result<Vec<u8>, EngineError> {
+        Err(EngineError::Unsupported("read a KV block"))
+    }
+
+    /// Puts back what [`Engine::read_block`] gave.
+    fn write_block(&mut self, _block: u32, _content: &[u8]) -> Result<(), EngineError> {
+        Err(EngineError::Unsupported("write a KV block"))
+    }
 }

@@ -5,12 +5,15 @@
 //! hash of the last layer's output. So any lost, stale, swapped or foreign block changes the text
 //! at once, and the text is the same whatever the batch, the chunks, the stages or the ranks.
 //!
+//! What is not finite stays so: NaN that comes in marks the entries it reaches, and nothing is drawn
+//! from those.
+//!
 //! A chunk reads the entries before it once and its own as it writes them, so its cost is
 //! proportional to context plus chunk. Sampling parameters beyond temperature, seed and forbidden
 //! tokens have no meaning here and are ignored.
 
 use crate::engine::{
-    Batch, BatchSeq, Collective, Engine, EngineError, SampleFailure, Sampled, StageOutput,
+    Batch, BatchSeq, Collective, Engine, EngineError, Flip, SampleFailure, Sampled, StageOutput,
     StageSpec,
 };
 use crate::sampling::TokenLogprob;
@@ -19,6 +22,9 @@ use std::time::Duration;
 
 /// Values per token between stages: a 64-bit state in four 16-bit limbs, each exact in float32.
 const LIMBS: usize = 4;
+
+/// The entry and the state that stand for NaN. A hash is never taken for it in practice (2^-64).
+const NOT_FINITE: u64 = u64::MAX;
 
 /// Shape of the pretended model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -56,6 +62,10 @@ pub struct HashEngine {
     heads: std::ops::Range<usize>,
     /// `[layer][block][slot][head]`, local layers and heads.
     entries: Vec<u64>,
+    /// One word a layer, 0 unless a fault has flipped a bit of it; part of every entry's hash.
+    weights: Vec<u64>,
+    /// The requests whose logits are NaN in the coming step.
+    poisoned: Vec<u64>,
 }
 
 impl HashEngine {
@@ -70,7 +80,8 @@ impl HashEngine {
         let heads = cut(stage.rank)..cut(stage.rank + 1);
         let slots = stage.kv_blocks * stage.block_tokens;
         let entries = vec![0; stage.layers.len() * slots * heads.len()];
-        Ok(Self { spec, stage, heads, entries })
+        let weights = vec![0; stage.layers.len()];
+        Ok(Self { spec, stage, heads, entries, weights, poisoned: Vec::new() })
     }
 
     /// Bytes of one KV block of a stage.
@@ -110,6 +121,7 @@ impl Engine for HashEngine {
                 ids.map(|id| mix(u64::from(*id) + 1)).collect()
             }
         };
+        let given_finite = finite_sequences(batch, &states);
         for layer in 0..self.stage.layers.len() {
             let mut begin = 0;
             for seq in &batch.seqs {
@@ -123,23 +135,101 @@ impl Engine for HashEngine {
                 group.all_reduce(&mut limbs)?;
                 states = limbs.chunks_exact(LIMBS).map(from_limbs).collect();
             }
-            states.iter_mut().for_each(|s| *s = mix(*s));
+            states.iter_mut().filter(|s| **s != NOT_FINITE).for_each(|s| *s = mix(*s));
         }
         if !self.stage.last {
             return Ok(StageOutput::Hidden(states.iter().flat_map(|s| to_limbs(*s)).collect()));
         }
         let mut begin = 0;
         let mut drawn = Vec::new();
-        for seq in &batch.seqs {
+        for (seq, given_finite) in batch.seqs.iter().zip(given_finite) {
             let end = begin + seq.tokens.len();
-            drawn.extend(self.draw(seq, &states[begin..end]));
+            drawn.extend(self.draw(seq, &states[begin..end], given_finite));
             begin = end;
         }
+        self.poisoned.clear();
         Ok(StageOutput::Sampled(drawn))
+    }
+
+    fn verify(&self) -> Result<(), EngineError> {
+        let Some(layer) = self.weights.iter().position(|w| *w != 0) else { return Ok(()) };
+        let tensor = format!("layer {}", self.stage.layers.start + layer);
+        let (device, is) = ("the hash engine".into(), self.weights[layer]);
+        Err(EngineError::Weights { device, tensor, was: 0, is })
+    }
+
+    fn flip_kv(
+        &mut self,
+        layer: usize,
+        block: u32,
+        slot: usize,
+        bit: u32,
+    ) -> Result<Flip, EngineError> {
+        let size = self.stage.block_tokens;
+        let inside = layer < self.weights.len() && slot < size;
+        let at = (layer * self.stage.kv_blocks + block as usize) * size + slot;
+        let entry = self.entries.get_mut(at * self.heads.len()).filter(|_| inside);
+        let Some(entry) = entry else {
+            return Err(EngineError::BadBatch(format!("no slot {slot} of block {block}")));
+        };
+        let before = *entry;
+        *entry ^= 1 << (bit % 64);
+        let place = format!("KV entry at slot {slot} of block {block}, layer {layer}");
+        Ok(Flip { place, before, after: *entry })
+    }
+
+    fn flip_weight(&mut self, index: u64, bit: u32) -> Result<Flip, EngineError> {
+        let layer = (index % self.weights.len().max(1) as u64) as usize;
+        let Some(weight) = self.weights.get_mut(layer) else {
+            return Err(EngineError::Unsupported("flip a weight: the stage has no layers"));
+        };
+        let before = *weight;
+        *weight ^= 1 << (bit % 64);
+        let place = format!("weight of layer {}", self.stage.layers.start + layer);
+        Ok(Flip { place, before, after: *weight })
+    }
+
+    fn poison(&mut self, request: u64) -> Result<(), EngineError> {
+        if !self.stage.last {
+            return Err(EngineError::Unsupported("spoil logits: only the last stage has any"));
+        }
+        self.poisoned.push(request);
+        Ok(())
+    }
+
+    fn read_block(&self, block: u32) -> Result<Vec<u8>, EngineError> {
+        let parts = self.block_ranges(block)?;
+        let entries = parts.flat_map(|part| &self.entries[part]);
+        Ok(entries.flat_map(|entry| entry.to_le_bytes()).collect())
+    }
+
+    fn write_block(&mut self, block: u32, content: &[u8]) -> Result<(), EngineError> {
+        let parts: Vec<_> = self.block_ranges(block)?.collect();
+        let places = parts.into_iter().flatten();
+        for (at, bytes) in places.zip(content.chunks_exact(8)) {
+            let mut word = [0; 8];
+            word.copy_from_slice(bytes);
+            self.entries[at] = u64::from_le_bytes(word);
+        }
+        Ok(())
     }
 }
 
 impl HashEngine {
+    /// Where a block's entries lie, layer by layer.
+    fn block_ranges(
+        &self,
+        block: u32,
+    ) -> Result<impl Iterator<Item = std::ops::Range<usize>> + use<>, EngineError> {
+        let blocks = self.stage.kv_blocks;
+        if block as usize >= blocks {
+            return Err(EngineError::BadBatch(format!("block {block} of {blocks}")));
+        }
+        let width = self.stage.block_tokens * self.heads.len();
+        let begin = move |layer: usize| (layer * blocks + block as usize) * width;
+        Ok((0..self.stage.layers.len()).map(move |l| begin(l)..begin(l) + width))
+    }
+
     fn check(
         &self,
         batch: &Batch,
@@ -182,37 +272,44 @@ impl HashEngine {
     fn run_layer(&mut self, layer: usize, seq: &BatchSeq, states: &mut [u64]) {
         let begin = seq.position as usize;
         let global = (self.stage.layers.start + layer) as u64;
-        let mut sum = self.sum_before(layer, seq, begin);
+        let weight = self.weights[layer];
+        let (mut sum, mut finite) = self.sum_before(layer, seq, begin);
         for (offset, state) in states.iter_mut().enumerate() {
             let position = begin + offset;
             let slot = self.slot(layer, seq, position);
+            finite &= *state != NOT_FINITE;
             for (i, head) in self.heads.clone().enumerate() {
                 let before = match position {
                     0 => 0,
                     _ => self.entries[self.slot(layer, seq, position - 1) + i],
                 };
                 let place = mix(global << 32 ^ (head as u64) << 48 ^ position as u64);
-                let entry = mix(place ^ mix(*state) ^ before.rotate_left(17));
+                let entry = match finite {
+                    true => mix(place ^ weight ^ mix(*state) ^ before.rotate_left(17)),
+                    false => NOT_FINITE,
+                };
                 self.entries[slot + i] = entry;
                 sum = sum.wrapping_add(read(entry, position));
             }
-            *state = sum;
+            *state = if finite { sum } else { NOT_FINITE };
         }
     }
 
-    /// The sum over all entries of positions `0..end`, block by block through the table.
-    fn sum_before(&self, layer: usize, seq: &BatchSeq, end: usize) -> u64 {
+    /// The sum over all entries of positions `0..end`, block by block through the table, and
+    /// whether all of them were finite.
+    fn sum_before(&self, layer: usize, seq: &BatchSeq, end: usize) -> (u64, bool) {
         let (size, heads) = (self.stage.block_tokens, self.heads.len());
-        let mut sum = 0u64;
+        let (mut sum, mut finite) = (0u64, true);
         for first in (0..end).step_by(size) {
             let slot = self.slot(layer, seq, first);
             let slots = size.min(end - first);
             let entries = &self.entries[slot..slot + slots * heads];
+            finite &= !entries.contains(&NOT_FINITE);
             for (position, heads) in (first..).zip(entries.chunks_exact(heads)) {
                 sum = heads.iter().fold(sum, |sum, e| sum.wrapping_add(read(*e, position)));
             }
         }
-        sum
+        (sum, finite)
     }
 
     fn slot(&self, layer: usize, seq: &BatchSeq, position: usize) -> usize {
@@ -232,7 +329,7 @@ impl HashEngine {
         }
     }
 
-    fn draw(&self, seq: &BatchSeq, states: &[u64]) -> Option<Sampled> {
+    fn draw(&self, seq: &BatchSeq, states: &[u64], given_finite: bool) -> Option<Sampled> {
         if seq.sample.is_none() && seq.prompt_logprobs.is_none() {
             return None;
         }
@@ -242,6 +339,12 @@ impl HashEngine {
             logprob: None,
             prompt_logprobs: Vec::new(),
         };
+        if states.contains(&NOT_FINITE) || self.poisoned.contains(&seq.request) {
+            let input = !self.stage.first && !given_finite;
+            let why = if input { SampleFailure::NotFiniteInput } else { SampleFailure::NotFinite };
+            sampled.token = Err(why);
+            return Some(sampled);
+        }
         if let Some(ask) = &seq.prompt_logprobs {
             let next = |i: usize| seq.tokens.get(i + 1).copied().or(ask.next);
             let known = states.iter().enumerate().filter(|(i, _)| next(*i).is_some());
@@ -288,6 +391,18 @@ impl HashEngine {
     }
 }
 
+/// Of each sequence, whether all its states are finite.
+fn finite_sequences(batch: &Batch, states: &[u64]) -> Vec<bool> {
+    let mut rest = states;
+    let lengths = batch.seqs.iter().map(|seq| seq.tokens.len());
+    let finite = lengths.map(|length| {
+        let (own, after) = rest.split_at(length.min(rest.len()));
+        rest = after;
+        !own.contains(&NOT_FINITE)
+    });
+    finite.collect()
+}
+
 fn read(entry: u64, position: usize) -> u64 {
     mix(entry ^ (position as u64).wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
@@ -301,10 +416,16 @@ fn mix(z: u64) -> u64 {
 }
 
 fn to_limbs(state: u64) -> [f32; LIMBS] {
+    if state == NOT_FINITE {
+        return [f32::NAN; LIMBS];
+    }
     std::array::from_fn(|i| ((state >> (16 * i)) & 0xffff) as f32)
 }
 
 fn from_limbs(limbs: &[f32]) -> u64 {
+    if limbs.iter().any(|limb| !limb.is_finite()) {
+        return NOT_FINITE;
+    }
     limbs.iter().enumerate().fold(0u64, |sum, (i, v)| {
         // A sum over ranks may exceed 16 bits; the carry goes into the next limb.
         sum.wrapping_add((*v as u64) << (16 * i))

@@ -33,7 +33,7 @@ pub use http::DETAILS;
 pub use limits::Limits;
 pub use text::{ByteModel, ChatMessage, Detokenizer, TextError, TextModel};
 
-use crate::messages::{GatewayCall, GatewayProtocol};
+use crate::messages::{GatewayCall, GatewayCast, GatewayProtocol};
 use auth::Keys;
 use dunlin_runtime::{Address, Export, ExportError, Inbound, Node, PeerEvent};
 use http::Shared;
@@ -43,7 +43,7 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 use tokio::net::TcpListener;
@@ -102,6 +102,19 @@ pub enum GatewayMessage {
     Drained,
     /// The server's task is over: by drain, or because it broke.
     ServerEnded,
+    /// A message from the router, which takes this way only while a fault plan is armed.
+    Cast(GatewayCast),
+}
+
+impl GatewayMessage {
+    fn name(&self) -> &'static str {
+        match self {
+            GatewayMessage::Drain(_) => "Drain",
+            GatewayMessage::Drained => "Drained",
+            GatewayMessage::ServerEnded => "ServerEnded",
+            GatewayMessage::Cast(GatewayCast::Event { .. }) => "Event",
+        }
+    }
 }
 
 /// Starts a gateway under `supervisor` and tells where it listens.
@@ -118,9 +131,16 @@ pub async fn start_gateway(
     let address = listener.local_addr().map_err(bind)?;
     let registry = Registry::new(args.node.clone(), args.router.clone());
     let inbox = registry.clone();
+    // Where a fault plan is armed, events go through the actor, whose handling may then be hit.
+    let armed = args.node.faults().is_armed();
+    let actor: Arc<OnceLock<ActorRef<GatewayMessage>>> = Arc::default();
+    let through = actor.clone();
     let export =
         args.node.export::<GatewayProtocol>("gateway", "main", move |inbound| match inbound {
-            Inbound::Cast { msg, .. } => inbox.dispatch(msg),
+            Inbound::Cast { msg, .. } => match through.get().filter(|_| armed) {
+                Some(actor) => drop(actor.cast(GatewayMessage::Cast(msg))),
+                None => inbox.dispatch(msg),
+            },
             Inbound::Call { msg: GatewayCall::RouterRestarted, reply, .. } => {
                 inbox.fail_all(ROUTER_RESTARTED);
                 reply.send(());
@@ -143,8 +163,9 @@ pub async fn start_gateway(
     });
     let parts = Parts { listener, export, shared };
     let spawned = Actor::spawn_linked(None, Gateway, parts, supervisor).await;
-    let (actor, _) = spawned.map_err(|error| GatewayError::Spawn(error.to_string()))?;
-    Ok((actor.get_cell(), address))
+    let (spawned, _) = spawned.map_err(|error| GatewayError::Spawn(error.to_string()))?;
+    let _ = actor.set(spawned.clone());
+    Ok((spawned.get_cell(), address))
 }
 
 /// Refuses new requests and waits until the running ones have ended and the server is closed, at
@@ -215,7 +236,10 @@ impl Actor for Gateway {
         message: Self::Msg,
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
+        let node = &state.shared.registry.node;
+        crate::faulty::message(node, "gateway", "main", message.name()).await;
         match message {
+            GatewayMessage::Cast(cast) => state.shared.registry.dispatch(cast),
             GatewayMessage::Drain(reply) => {
                 state.waiting.push(reply);
                 let first = !state.shared.draining.swap(true, Ordering::SeqCst);

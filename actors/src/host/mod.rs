@@ -9,6 +9,7 @@ mod probe;
 mod status;
 
 use crate::engines::{Compute, Engines};
+use crate::facts::{self, tell};
 use crate::gateway::{self, TextModel};
 use crate::messages::{
     GatewayCall, GatewayProtocol, PlacementCast, PlacementProtocol, RouterCall, RouterProtocol,
@@ -243,6 +244,7 @@ impl Host {
     /// requests were left.
     pub async fn drain(&self, bound: Duration) -> u64 {
         let _ = self.draining.send(true);
+        tell(&self.node, facts::DRAIN, || "begun".into(), (0, 0));
         let until = tokio::time::Instant::now() + bound;
         // The gateway refuses new requests at once and closes when the running ones have ended.
         let gateway = match self.root.child(GATEWAY).await {
@@ -270,6 +272,7 @@ impl Host {
                 _ => 0,
             };
             if left == 0 || tokio::time::Instant::now() >= until {
+                tell(&self.node, facts::DRAIN, || "ended".into(), (0, left));
                 if let Some(gateway) = gateway {
                     // Its clients may still be reading what has been generated.
                     let _ = tokio::time::timeout_at(until, gateway).await;

@@ -5,6 +5,7 @@
 //! messages. The lock is never held across an await.
 
 use super::core::{Kv, KvConfig};
+use crate::facts::{self, tell};
 use crate::messages::ReplicaPlan;
 use dunlin_runtime::Node;
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
@@ -13,6 +14,9 @@ use std::time::Duration;
 
 /// The replica's KV block manager.
 pub type SharedKv = Arc<parking_lot::Mutex<Kv>>;
+
+/// Role of KV block managers in fault plans; the instance is the replica's name.
+const ROLE: &str = "kv";
 
 const LOOK_EVERY: Duration = Duration::from_millis(200);
 
@@ -48,7 +52,7 @@ pub async fn start_kv(
     let kv = Arc::new(parking_lot::Mutex::new(kv));
     let labels = [("node", args.node.name().to_string()), ("replica", replica.clone())];
     let usage = metrics::gauge!("dunlin_kv_cache_usage_perc", &labels);
-    let state = State { kv: kv.clone(), replica, usage, audited: 0 };
+    let state = State { node: args.node, kv: kv.clone(), replica, usage, audited: 0 };
     let (actor, _) = Actor::spawn_linked(None, KvActor, state, supervisor)
         .await
         .map_err(|error| error.to_string())?;
@@ -60,6 +64,7 @@ struct KvActor;
 struct Look;
 
 struct State {
+    node: Node,
     kv: SharedKv,
     replica: String,
     usage: metrics::Gauge,
@@ -88,6 +93,7 @@ impl Actor for KvActor {
         Look: Look,
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
+        crate::faulty::message(&state.node, ROLE, &state.replica, "Look").await;
         let kv = state.kv.lock();
         let usage = kv.usage();
         state.usage.set(f64::from(usage.live) / f64::from(usage.total));
@@ -97,6 +103,8 @@ impl Actor for KvActor {
         state.audited = kv.opened();
         kv.audit().map_err(|wrong| {
             tracing::error!(replica = state.replica, ?wrong, "KV audit failed");
+            let who = || format!("kv {}: {}", state.replica, wrong.join("; "));
+            tell(&state.node, facts::AUDIT_FAILED, who, (0, 0));
             format!("KV audit failed: {}", wrong.join("; ")).into()
         })
     }

@@ -302,6 +302,11 @@ impl Kv {
         Ok(())
     }
 
+    /// Cached blocks that had to make room so far.
+    pub fn evicted_total(&self) -> u64 {
+        self.pool.evicted()
+    }
+
     /// Tables opened so far; tells whether anything happened.
     pub fn opened(&self) -> u32 {
         self.next_serial

@@ -60,6 +60,7 @@ pub struct Pool {
     oldest: u32,
     newest: u32,
     cached: u32,
+    evicted: u64,
     index: HashMap<u128, BlockId, BuildHasherDefault<KeyHasher>>,
     key_mask: u128,
     changes: Changes,
@@ -78,6 +79,7 @@ impl Pool {
             oldest: NIL,
             newest: NIL,
             cached: 0,
+            evicted: 0,
             index: HashMap::default(),
             key_mask,
             changes: Changes::default(),
@@ -96,6 +98,10 @@ impl Pool {
         self.cached
     }
 
+    pub fn evicted(&self) -> u64 {
+        self.evicted
+    }
+
     /// Blocks that `allocate` can hand out: free ones, then cached ones.
     pub fn available(&self) -> u32 {
         self.free() + self.cached
@@ -105,6 +111,7 @@ impl Pool {
     pub fn allocate(&mut self) -> Option<BlockId> {
         if self.free.is_empty() && self.oldest != NIL {
             self.uncache(self.oldest);
+            self.evicted += 1;
         }
         let id = self.free.pop()?;
         self.blocks[id as usize].refs = 1;

@@ -7,6 +7,7 @@
 pub mod core;
 pub mod planner;
 
+use crate::facts::{self, tell};
 use crate::messages::{
     AgentCall, AgentProtocol, AgentReply, NodeDescription, PlacementCall, PlacementCast,
     PlacementProtocol, PlacementReply, ReplicaEpoch, ReplicaPlan, RouterCast, RouterProtocol,
@@ -134,6 +135,7 @@ impl Actor for PlacementActor {
         msg: Msg,
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
+        crate::faulty::message(&state.node, ROLE, INSTANCE, msg.name()).await;
         let now = state.begun.elapsed();
         let outputs = match msg {
             Msg::Peer(PeerEvent::Up { peer }) => {
@@ -154,6 +156,7 @@ impl Actor for PlacementActor {
                 return Ok(());
             }
         };
+        state.tell(&outputs);
         for output in outputs {
             state.perform(&myself, output);
         }
@@ -170,7 +173,49 @@ impl Actor for PlacementActor {
     }
 }
 
+impl Msg {
+    fn name(&self) -> &'static str {
+        match self {
+            Msg::Peer(PeerEvent::Up { .. }) => "PeerUp",
+            Msg::Peer(PeerEvent::Down { .. }) => "PeerDown",
+            Msg::Peer(PeerEvent::Undelivered { .. }) => "Undelivered",
+            Msg::Described(..) => "Described",
+            Msg::Input(input) => match input {
+                Input::NodeUp { .. } => "NodeUp",
+                Input::NodeDown { .. } => "NodeDown",
+                Input::NodeDraining { .. } => "NodeDraining",
+                Input::RouterRestarted => "RouterRestarted",
+                Input::Loaded { .. } => "Loaded",
+                Input::Leading { .. } => "Leading",
+                Input::Broken { .. } => "ReplicaBroken",
+                Input::Tick => "Tick",
+            },
+            Msg::Status(_) => "Status",
+        }
+    }
+}
+
 impl State {
+    /// What a fault plan may wait for. An epoch is new with the first load of its plan.
+    fn tell(&self, outputs: &[Output]) {
+        let mut bumped = None;
+        for output in outputs {
+            let (name, subject, epoch) = match output {
+                Output::Load { plan, .. } if bumped == Some(plan.epoch) => continue,
+                Output::Load { plan, .. } => {
+                    bumped = Some(plan.epoch);
+                    (facts::EPOCH_BUMPED, plan.replica.clone(), plan.epoch)
+                }
+                Output::Up(info) => (facts::REPLICA_UP, info.replica.clone(), info.epoch),
+                Output::Down { replica, epoch, reason, .. } => {
+                    (facts::REPLICA_DOWN, format!("{replica}: {reason}"), *epoch)
+                }
+                _ => continue,
+            };
+            tell(&self.node, name, || subject, (epoch.0, 0));
+        }
+    }
+
     fn perform(&self, myself: &ActorRef<Msg>, output: Output) {
         match output {
             Output::Load { node, plan } => load(self.node.clone(), myself.clone(), node, plan),

@@ -5,9 +5,10 @@
 //! for as long as the same life of that node may come back, then its requests are cancelled.
 
 use super::{Input, Note, Output, Router, RouterConfig};
+use crate::facts::{self, tell};
 use crate::messages::{
     GatewayCast, GatewayProtocol, RouterCall, RouterCast, RouterProtocol, RouterReply,
-    SchedulerCast, SchedulerProtocol,
+    SchedulerCast, SchedulerProtocol, StreamEvent,
 };
 use dunlin_runtime::{
     Address, CastError, Export, Inbound, Incarnation, Node, NodeName, PeerEvent, ReplyPort,
@@ -111,6 +112,7 @@ impl Actor for RouterActor {
         msg: Msg,
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
+        crate::faulty::message(&state.node, ROLE, INSTANCE, msg.name()).await;
         match msg {
             Msg::Input(input) => state.feed(input, None),
             Msg::Call(input, reply) => state.feed(input, Some(reply)),
@@ -124,6 +126,31 @@ impl Actor for RouterActor {
         }
         state.arm();
         Ok(())
+    }
+}
+
+impl Msg {
+    fn name(&self) -> &'static str {
+        match self {
+            Msg::Input(input) | Msg::Call(input, _) => match input {
+                Input::Submit(_) => "Submit",
+                Input::Status => "Status",
+                Input::Drain => "Drain",
+                Input::Cancel { .. } => "Cancel",
+                Input::Scheduler { .. } => "Scheduler",
+                Input::ReplicaUp(_) => "ReplicaUp",
+                Input::ReplicaDown { .. } => "ReplicaDown",
+                Input::ReplicaDraining { .. } => "ReplicaDraining",
+                Input::GatewayDown { .. } => "GatewayDown",
+                Input::Unreachable { .. } => "Unreachable",
+                Input::Undeliverable(_) => "Undeliverable",
+                Input::Tick => "Tick",
+            },
+            Msg::Peer(_) => "Peer",
+            Msg::PeersUnknown => "PeersUnknown",
+            Msg::Wakeup => "Wakeup",
+            Msg::GatewayGrace(_) => "GatewayGrace",
+        }
     }
 }
 
@@ -207,6 +234,7 @@ impl State {
     fn deliver(&mut self, to: Address, cast: GatewayCast) -> Option<Input> {
         let GatewayCast::Event { request, .. } = &cast;
         let request = *request;
+        self.tell_delivery(&cast);
         // Behind what is kept already, or the order breaks.
         if let Some(kept) = self.kept.get_mut(&to.node) {
             kept.push_back((to, cast));
@@ -224,6 +252,24 @@ impl State {
         }
         tracing::warn!(request = request.0, %error, "a gateway could not be reached");
         Some(Input::Undeliverable(request))
+    }
+
+    fn tell_delivery(&self, cast: &GatewayCast) {
+        let GatewayCast::Event { request, event } = cast;
+        let ended = |subject: &dyn Fn() -> String| {
+            tell(&self.node, facts::REQUEST_ENDED, subject, (request.0, 0));
+        };
+        match event {
+            StreamEvent::PromptLogprobs(_) => {}
+            StreamEvent::Tokens { position, ids, .. } => {
+                for at in (u64::from(*position)..).take(ids.len()) {
+                    tell(&self.node, facts::TOKEN_DELIVERED, String::new, (request.0, at));
+                }
+            }
+            StreamEvent::Finished { .. } => ended(&|| "finished".into()),
+            StreamEvent::Cancelled { .. } => ended(&|| "cancelled".into()),
+            StreamEvent::Failed { code, .. } => ended(&|| format!("{code:?}")),
+        }
     }
 
     fn peer(&mut self, event: PeerEvent) {
@@ -289,8 +335,10 @@ impl State {
     /// Metrics count, logs tell; the request's span holds what happened to it.
     fn note(&mut self, note: &Note) {
         use metrics::{counter, histogram};
+        self.tell_note(note);
         match note {
-            Note::Accepted { request } => {
+            Note::Logged { .. } => {}
+            Note::Accepted { request, .. } => {
                 self.spans.insert(request.0, tracing::info_span!("request", id = request.0));
             }
             Note::Refused { request, why } => {
@@ -302,7 +350,7 @@ impl State {
                 let attempt = attempt.0;
                 tracing::debug!(attempt, replica, cost, hit_tokens, candidates, "placed");
             }
-            Note::Replay { request, cause } => {
+            Note::Replay { request, cause, .. } => {
                 counter!("dunlin_stream_replays_total", "cause" => *cause).increment(1);
                 let _in = self.span(request.0);
                 tracing::info!(request = request.0, cause, "replayed");
@@ -338,6 +386,28 @@ impl State {
                 let tokens = usage.completion_tokens;
                 tracing::debug!(outcome, tokens, ?elapsed, ?to_first_token, attempts, "ended");
             }
+        }
+    }
+
+    fn tell_note(&self, note: &Note) {
+        match note {
+            Note::Accepted { request, prompt_tokens } => {
+                let key = (request.0, u64::from(*prompt_tokens));
+                tell(&self.node, facts::REQUEST_ACCEPTED, String::new, key);
+            }
+            Note::Logged { request, position, tokens } => {
+                for at in (u64::from(*position)..).take(*tokens as usize) {
+                    tell(&self.node, facts::TOKEN_LOGGED, String::new, (request.0, at));
+                }
+            }
+            Note::Replay { request, cause, tokens } => {
+                let key = (request.0, *tokens);
+                tell(&self.node, facts::REQUEST_REPLAYED, || (*cause).into(), key);
+            }
+            Note::Stale { kind } => {
+                tell(&self.node, facts::STALE_REFUSED, || (*kind).into(), (0, 1));
+            }
+            _ => {}
         }
     }
 

@@ -18,7 +18,8 @@ impl Router {
             self.out.push(Output::Reply(RouterReply::Submitted(Err(refusal))));
             return;
         }
-        self.note(Note::Accepted { request: id });
+        let prompt_tokens = u32::try_from(request.prompt.len()).unwrap_or(u32::MAX);
+        self.note(Note::Accepted { request: id, prompt_tokens });
         self.out.push(Output::Reply(RouterReply::Submitted(Ok(()))));
         self.accept(request);
         if self.early_cancels.contains(id) {

@@ -147,6 +147,13 @@ pub enum Output {
 pub enum Note {
     Accepted {
         request: RequestId,
+        prompt_tokens: u32,
+    },
+    /// Tokens from this output position on are in the log; they are delivered after this.
+    Logged {
+        request: RequestId,
+        position: u32,
+        tokens: u32,
     },
     Refused {
         request: RequestId,
@@ -164,6 +171,8 @@ pub enum Note {
     Replay {
         request: RequestId,
         cause: &'static str,
+        /// Prompt and logged tokens, which are computed anew where no cache has them.
+        tokens: u64,
     },
     /// The first token after a loss: how long the stream stood still.
     Resumed {

@@ -119,8 +119,9 @@ impl Router {
                 self.fail(id, code, message);
             }
             None => {
+                let tokens = open.len();
                 self.totals.replays += 1;
-                self.note(Note::Replay { request: id, cause });
+                self.note(Note::Replay { request: id, cause, tokens });
             }
         }
     }

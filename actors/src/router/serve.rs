@@ -247,6 +247,8 @@ impl Router {
             }
         }
         let to = open.request.reply_to.clone();
+        let tokens = ids.len() as u32;
+        self.note(Note::Logged { request: id, position, tokens });
         self.deliver(to, id, StreamEvent::Tokens { position, ids, logprobs });
         if let Some(at) = lost_at {
             self.note(Note::Resumed { request: id, after: self.now.saturating_sub(at) });

@@ -6,6 +6,7 @@
 
 use super::config::SchedulerConfig;
 use super::core::{Input, Measure, Output, Scheduler};
+use crate::facts::{self, tell};
 use crate::kv::SharedKv;
 use crate::messages::{
     LoadReport, PlacementCast, PlacementProtocol, ReplicaPlan, RequestId, RouterCast,
@@ -96,8 +97,11 @@ impl Actor for SchedulerActor {
             })?;
         watch(&args.node, args.shards.clone(), myself.clone());
         drop(myself.send_interval(TICK, || Msg::Tick));
+        let mut core = Scheduler::new(args.plan.epoch, limits);
+        let (last, earlier) = stage_names(&args.plan);
+        core.name_stages(last, earlier);
         Ok(State {
-            core: Scheduler::new(args.plan.epoch, limits),
+            core,
             started: Instant::now(),
             meters: Meters::new(args.node.name().as_str(), &args.plan.replica),
             node: args.node,
@@ -116,6 +120,7 @@ impl Actor for SchedulerActor {
         msg: Msg,
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
+        crate::faulty::message(&state.node, ROLE, &state.plan.replica, msg.name()).await;
         match msg {
             Msg::Cast(cast) => state.input(cast.into()),
             Msg::Tick => state.input(Input::Tick),
@@ -127,6 +132,10 @@ impl Actor for SchedulerActor {
             }
             Msg::Call(SchedulerCall::Audit, reply) => {
                 let result = state.core.audit(&state.kv.lock());
+                if let Err(wrong) = &result {
+                    let who = || format!("scheduler {}: {}", state.plan.replica, wrong.join("; "));
+                    tell(&state.node, facts::AUDIT_FAILED, who, (0, 0));
+                }
                 reply.send(SchedulerReply::Audit(result));
                 Ok(())
             }
@@ -142,6 +151,35 @@ impl Actor for SchedulerActor {
         state.meters.waiting.set(0.0);
         Ok(())
     }
+}
+
+impl Msg {
+    fn name(&self) -> &'static str {
+        match self {
+            Msg::Cast(SchedulerCast::Submit { .. }) => "Submit",
+            Msg::Cast(SchedulerCast::Cancel { .. }) => "Cancel",
+            Msg::Cast(SchedulerCast::StepDone { .. }) => "StepDone",
+            Msg::Cast(SchedulerCast::StepFailed { .. }) => "StepFailed",
+            Msg::Call(SchedulerCall::Status, _) => "Status",
+            Msg::Call(SchedulerCall::Audit, _) => "Audit",
+            Msg::Tick => "Tick",
+            Msg::Undelivered(_) => "Undelivered",
+        }
+    }
+}
+
+/// What messages call the last stage of the plan, and those before it.
+fn stage_names(plan: &ReplicaPlan) -> (String, String) {
+    let stage = |s: usize| {
+        let places = plan.shards.iter().filter(|place| place.stage == s);
+        let at: Vec<_> = places.map(|p| format!("{}/{}", p.node, p.device)).collect();
+        let layers = plan.shards.iter().find(|p| p.stage == s).map(|p| p.spec.layers.clone());
+        let layers = layers.unwrap_or_default();
+        format!("stage {s} (layers {}..{} on {})", layers.start, layers.end, at.join(", "))
+    };
+    let last = plan.stages.saturating_sub(1);
+    let earlier: Vec<_> = (0..last).map(stage).collect();
+    (stage(last), earlier.join(" or "))
 }
 
 /// Passes on casts to shards that were accepted but did not arrive. Ends with the actor.
@@ -180,16 +218,35 @@ fn target(error: &CastError) -> &Address {
 impl State {
     fn input(&mut self, input: Input) -> Result<(), ActorProcessingErr> {
         let now = self.started.elapsed();
-        let (outputs, load) = {
+        let (kind, refused) = (kind(&input), self.core.refused_total());
+        let (outputs, load, evicted) = {
             let mut kv = self.kv.lock();
+            let evicted = kv.evicted_total();
             let outputs = self.core.handle(&mut kv, now, input);
-            (outputs, self.core.load(&kv))
+            (outputs, self.core.load(&kv), kv.evicted_total() - evicted)
         };
         self.meters.load(&load);
+        if evicted > 0 {
+            let subject = || self.plan.replica.clone();
+            tell(&self.node, facts::EVICTED, subject, (0, evicted));
+        }
+        let refused = self.core.refused_total() - refused;
+        if refused > 0 {
+            metrics::counter!("dunlin_stale_epoch_messages_total", "kind" => kind)
+                .increment(refused);
+            tell(&self.node, facts::STALE_REFUSED, || kind.into(), (0, refused));
+        }
         for output in outputs {
             match output {
-                Output::Run { step, batch } => self.run(step, batch)?,
+                Output::Run { step, batch, claims } => self.run(step, batch, claims)?,
                 Output::Event(event) => self.tell_router(event)?,
+                Output::Measured(Measure::Preempted { request }) => {
+                    tell(&self.node, facts::PREEMPTED, String::new, (request.0, 0));
+                }
+                Output::Measured(Measure::PrefixHit { request, tokens }) => {
+                    let key = (request.0, tokens.into());
+                    tell(&self.node, facts::PREFIX_HIT, String::new, key);
+                }
                 Output::Measured(measure) => self.meters.measure(measure),
                 Output::Halted { reason } => {
                     tracing::warn!(replica = self.plan.replica, reason, "planning stopped");
@@ -200,12 +257,14 @@ impl State {
         Ok(())
     }
 
-    fn run(&mut self, step: u64, batch: Batch) -> Result<(), ActorProcessingErr> {
+    fn run(&mut self, step: u64, batch: Batch, claims: Vec<u64>) -> Result<(), ActorProcessingErr> {
         let (seqs, tokens) = (batch.seqs.len(), batch.tokens());
         let span = tracing::debug_span!("step", replica = self.plan.replica, step, seqs, tokens);
         let _entered = span.enter();
         tracing::debug!(copies = batch.copies.len(), "planned");
-        let run = ShardCast::Run { epoch: self.plan.epoch, step, batch };
+        let planned = (step, tokens as u64);
+        tell(&self.node, facts::STEP_PLANNED, || self.plan.replica.clone(), planned);
+        let run = ShardCast::Run { epoch: self.plan.epoch, step, batch, claims };
         for shard in &self.shards {
             if let Err(error) = self.node.cast::<ShardProtocol>(shard, &run) {
                 return self.broken(format!("step {step}: {error}"), Vec::new());
@@ -248,6 +307,17 @@ impl State {
             tracing::warn!(%error, "could not tell placement");
         }
         Err(reason.into())
+    }
+}
+
+/// What a refused input is counted as.
+fn kind(input: &Input) -> &'static str {
+    match input {
+        Input::Submit { .. } => "submit",
+        Input::Cancel { .. } => "cancel",
+        Input::StepDone { .. } => "step_done",
+        Input::StepFailed { .. } => "step_failed",
+        Input::Tick => "tick",
     }
 }
 
@@ -321,7 +391,7 @@ impl Meters {
                 self.step_tokens.record(tokens as f64);
                 self.step_time.record(took);
             }
-            Measure::Ended(_) => {}
+            Measure::Ended(_) | Measure::Preempted { .. } | Measure::PrefixHit { .. } => {}
         }
     }
 }

@@ -4,7 +4,7 @@ use super::config::Limits;
 use super::fairness::Tenants;
 use super::load::{Pace, Totals};
 use super::plan::Step;
-use super::sequence::{Echo, Phase, Queue, Run, Sequence, Slot};
+use super::sequence::{Claim, Echo, Phase, Queue, Run, Sequence, Slot};
 use crate::kv::{Kv, KvError};
 use crate::messages::{
     Attempt, FailureCode, FinishReason, LoadReport, ReplicaEpoch, RequestId, SchedulerEvent, Work,
@@ -44,8 +44,9 @@ pub enum Input {
 
 #[derive(Debug, Clone, PartialEq)]
 pub enum Output {
-    /// For every shard of the replica. Steps rise by one, from 1.
-    Run { step: u64, batch: Batch },
+    /// For every shard of the replica. Steps rise by one, from 1. `claims[i]` names the tokens
+    /// below sequence `i`'s position (see [`super::sequence::Claim`]).
+    Run { step: u64, batch: Batch, claims: Vec<u64> },
     /// For the router.
     Event(SchedulerEvent),
     /// A shard reported that a step failed. Nothing more is planned; the shard has told placement.
@@ -70,6 +71,10 @@ pub enum Measure {
         micros: u64,
     },
     Ended(FinishReason),
+    /// A sequence lost its blocks to others.
+    Preempted { request: RequestId },
+    /// So many of its tokens came from the prefix cache.
+    PrefixHit { request: RequestId, tokens: u32 },
 }
 
 /// The pure core. Holds no KV blocks itself: `kv` is passed in, and must always be the same.
@@ -98,6 +103,11 @@ pub struct Scheduler {
     pub(super) pace: Pace,
     kv_seq: u64,
     reported: Option<(Duration, LoadReport)>,
+    /// What messages call the last stage and those before it.
+    last: String,
+    earlier: String,
+    /// What happened that a fault plan may wait for.
+    pub(super) happened: Vec<Measure>,
 }
 
 impl Scheduler {
@@ -122,7 +132,15 @@ impl Scheduler {
             pace: Pace::default(),
             kv_seq: 0,
             reported: None,
+            last: "the last stage".into(),
+            earlier: "the stages before the last".into(),
+            happened: Vec::new(),
         }
+    }
+
+    /// What messages are to call the last stage and those before it.
+    pub fn name_stages(&mut self, last: String, earlier: String) {
+        (self.last, self.earlier) = (last, earlier);
     }
 
     /// `now` is monotonic time from any fixed start.
@@ -140,6 +158,7 @@ impl Scheduler {
             let audit = self.audit(kv);
             debug_assert!(audit.is_ok(), "audit: {:#?}", audit.err());
         }
+        out.extend(self.happened.drain(..).map(Output::Measured));
         if let Some((stored, removed)) = kv.take_changes() {
             self.kv_seq += 1;
             let seq = self.kv_seq;
@@ -296,6 +315,7 @@ impl Scheduler {
             echo: owed.map(|top| Echo { top, entries: Vec::new() }),
             suspect: work.suspect,
             chain: kv.chain(&work.tenant, &work.cache_salt),
+            claim: Claim::new(self.epoch, &work.tenant, &work.cache_salt),
             tokens: work.tokens,
             cached_tokens: None,
             submitted: now,
@@ -388,8 +408,18 @@ impl Scheduler {
         if matches!(seq.phase, Phase::Ending { .. }) {
             return if run.in_flight == 0 { self.close(kv, slot) } else { Ok(()) };
         }
-        if matches!(&answer, Some(Sampled { token: Err(SampleFailure::NotFinite), .. })) {
-            let message = format!("the logits after position {} were not finite", upto - 1);
+        let after = upto - 1;
+        let message = match &answer {
+            Some(Sampled { token: Err(SampleFailure::NotFinite), .. }) => {
+                Some(format!("the logits after position {after} were not finite in {}", self.last))
+            }
+            Some(Sampled { token: Err(SampleFailure::NotFiniteInput), .. }) => Some(format!(
+                "the activations up to position {after} were not finite when they left {}",
+                self.earlier
+            )),
+            _ => None,
+        };
+        if let Some(message) = message {
             return self.fail(kv, slot, FailureCode::NotFinite, message, out);
         }
         if self.limits.prefix_cache {

@@ -35,3 +35,4 @@ mod tests;
 pub use self::core::{Input, Measure, Output, Scheduler};
 pub use actor::{ROLE, SchedulerArgs, start_scheduler};
 pub use config::{Limits, SchedulerConfig};
+pub use sequence::{Claim, claim_step};

@@ -52,6 +52,7 @@ struct Plan {
     prefill_budget: usize,
     parts: Vec<Part>,
     seqs: Vec<BatchSeq>,
+    claims: Vec<u64>,
     prefill_tokens: usize,
     decode_tokens: usize,
     /// Somebody lacked blocks: admit nobody.
@@ -95,6 +96,7 @@ impl Scheduler {
             prefill_budget: budget,
             parts: Vec::new(),
             seqs: Vec::new(),
+            claims: Vec::new(),
             prefill_tokens: 0,
             decode_tokens: 0,
             pressed: false,
@@ -275,9 +277,11 @@ impl Scheduler {
         if let Some(echo) = &mut seq.echo {
             echo.entries.clear();
         }
+        let request = seq.request;
         self.resumed.insert(seq.arrival, slot);
         self.running.retain(|&other| other != slot);
         self.totals.preemptions += 1;
+        self.happened.push(Measure::Preempted { request });
         kv.release(run.table)
     }
 
@@ -309,6 +313,10 @@ impl Scheduler {
             self.tenants.charge_prompt(seq.tenant, seq.known() - covered);
             out.push(Output::Measured(Measure::Queued(now.saturating_sub(seq.submitted))));
         }
+        if covered > 0 {
+            let request = seq.request;
+            out.push(Output::Measured(Measure::PrefixHit { request, tokens: covered }));
+        }
         self.unqueue(slot, queue);
         self.running.push(slot);
     }
@@ -333,6 +341,7 @@ impl Scheduler {
         let prompt_logprobs = seq.echo_spec(upto);
         let answers = sample.is_some() || prompt_logprobs.is_some();
         plan.parts.push(Part { slot, upto, answers });
+        plan.claims.push(seq.claim.at(&seq.tokens, from));
         plan.seqs.push(BatchSeq {
             request: seq.request.0,
             tokens: seq.tokens[from as usize..upto as usize].to_vec(),
@@ -368,7 +377,7 @@ impl Scheduler {
             prefill_tokens: plan.prefill_tokens,
             decode_tokens: plan.decode_tokens,
         });
-        out.push(Output::Run { step: number, batch });
+        out.push(Output::Run { step: number, batch, claims: plan.claims });
     }
 
     /// Blocks that running prompts will still need for what is known of them.

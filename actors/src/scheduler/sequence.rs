@@ -1,7 +1,7 @@
 //! One attempt at a request, as the scheduler sees it.
 
 use crate::kv::{Chain, TableId};
-use crate::messages::{Attempt, RequestId};
+use crate::messages::{Attempt, ReplicaEpoch, RequestId};
 use dunlin_model::engine::{PromptLogprobs, SampleSpec};
 use dunlin_model::sampling::{SamplingParams, TokenLogprob};
 use std::time::Duration;
@@ -29,6 +29,7 @@ pub struct Sequence {
     pub echo: Option<Echo>,
     pub suspect: bool,
     pub chain: Chain,
+    pub claim: Claim,
     /// From the first schedule; taken by the first report.
     pub cached_tokens: Option<u32>,
     pub submitted: Duration,
@@ -36,6 +37,50 @@ pub struct Sequence {
     /// It drew a token under this attempt.
     pub moved: bool,
     pub phase: Phase,
+}
+
+/// A running hash over a sequence's tokens: what its blocks must hold below a position. It begins
+/// with replica epoch, tenant and salt, so that no block of another scope or life passes for one of
+/// this. Shards compute it along with what they write (`shard::checked`) and compare before they
+/// read.
+#[derive(Debug, Clone, Copy)]
+pub struct Claim {
+    seed: u64,
+    upto: u32,
+    hash: u64,
+}
+
+impl Claim {
+    pub fn new(epoch: ReplicaEpoch, tenant: &str, salt: &str) -> Self {
+        let mut hash = blake3::Hasher::new();
+        hash.update(&epoch.0.to_le_bytes());
+        for text in [tenant, salt] {
+            hash.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+        }
+        let mut first = [0; 8];
+        first.copy_from_slice(&hash.finalize().as_bytes()[..8]);
+        let seed = u64::from_le_bytes(first);
+        Self { seed, upto: 0, hash: seed }
+    }
+
+    /// The hash over `tokens[..upto]`; costs what is new since the last call.
+    pub fn at(&mut self, tokens: &[u32], upto: u32) -> u64 {
+        if upto < self.upto {
+            (self.upto, self.hash) = (0, self.seed);
+        }
+        let new = tokens.get(self.upto as usize..upto as usize).unwrap_or_default();
+        self.hash = new.iter().fold(self.hash, |hash, token| claim_step(hash, *token));
+        self.upto = upto;
+        self.hash
+    }
+}
+
+/// One more token: the finaliser of SplitMix64 over both (Steele, Lea, Flood 2014).
+pub fn claim_step(hash: u64, token: u32) -> u64 {
+    let z = (hash ^ (u64::from(token) + 1)).wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
 }
 
 #[derive(Debug)]

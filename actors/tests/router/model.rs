@@ -416,7 +416,7 @@ impl World {
     fn observe(&mut self, outputs: &Outputs) {
         for note in &outputs.notes {
             self.seen.insert(match note {
-                Note::Replay { request, cause } => {
+                Note::Replay { request, cause, .. } => {
                     let tokens = self.clients[request].output.len();
                     let at = match tokens {
                         0 => "token 0",

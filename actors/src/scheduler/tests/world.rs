@@ -171,7 +171,7 @@ impl World {
         self.now += Duration::from_millis(1);
         for output in self.scheduler.handle(&mut self.kv, self.now, input) {
             match output {
-                Output::Run { step, batch } => self.run(step, batch),
+                Output::Run { step, batch, .. } => self.run(step, batch),
                 Output::Event(event) => self.event(event),
                 Output::Broken { reason, .. } | Output::Halted { reason } => {
                     self.broken = Some(reason);
