@@ -8,7 +8,11 @@
 //!
 //! This crate knows nothing of HTTP servers, models' weights or kernels.
 
+pub mod catalog;
 pub mod draw;
+pub mod events;
 pub mod fault;
+pub mod invariant;
+pub mod plan;
 pub mod record;
 pub mod resolved;

@@ -184,9 +184,10 @@ impl Default for Options {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Oracle {
+    #[default]
     Bitwise,
     /// The mode teacher-forces the delivered sequence and records as reference what passed.
     Margin,
