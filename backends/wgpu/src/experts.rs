@@ -1,0 +1,82 @@
+//! A mixture of experts without the host: a kernel turns the router's row into shares, zero for
+//! experts not chosen; then every expert runs over all rows, skips those without a share, and adds
+//! its share in ascending order.
+
+use crate::backend::{Bias, Mix, WgpuBackend, linear_part};
+use crate::kernels::Kernel;
+use crate::record::Recorder;
+use crate::tensor::{WgpuTensor, same, shape, word};
+use dunlin_backend::{BackendError, Experts};
+
+/// Activations between the products, made at first use for the capacity of a caller's tensors.
+#[derive(Default)]
+pub(crate) struct Scratch {
+    tensors: Option<[WgpuTensor; 3]>,
+}
+
+pub(crate) fn run(
+    backend: &WgpuBackend,
+    rec: &mut Recorder,
+    scratch: &mut Scratch,
+    x: &WgpuTensor,
+    router: &WgpuTensor,
+    experts: &Experts<'_, WgpuBackend>,
+    out: &mut WgpuTensor,
+) -> Result<(), BackendError> {
+    const OP: &str = "experts";
+    let count = experts.gate.len();
+    same(OP, "columns of the router", router.cols, count)?;
+    same(OP, "rows of the router", router.rows, x.rows)?;
+    same(OP, "ups", experts.up.len(), count)?;
+    same(OP, "downs", experts.down.len(), count)?;
+    same(OP, "columns of out", out.cols, x.cols)?;
+    if !(1..=count).contains(&experts.top_k) {
+        return Err(shape(OP, format!("top {} of {count} experts", experts.top_k)));
+    }
+    out.set_rows(OP, x.rows)?;
+    let ffn = experts.gate[0].layout.rows;
+    let [gate, up, shares] = scratch.of(backend, x.capacity, ffn, count)?;
+    for t in [&mut *gate, &mut *up, &mut *shares] {
+        t.set_rows(OP, x.rows)?;
+    }
+    rec.begin(0)?;
+    let params = [
+        word(x.rows),
+        word(count),
+        word(router.stride),
+        word(experts.top_k),
+        u32::from(experts.normalise),
+    ];
+    let size = (word(x.rows).div_ceil(32), 1);
+    rec.dispatch(Kernel::Route, &[&router.buffer], &[&shares.buffer], &params, size)?;
+    backend.flat(rec, Kernel::Clear, &backend.nothing, out)?;
+    for e in 0..count {
+        let mix = |accumulate| Some(Mix { shares, expert: e, accumulate });
+        let none = Bias::None;
+        linear_part(backend, rec, x, &experts.gate[e], none, mix(false), gate)?;
+        linear_part(backend, rec, x, &experts.up[e], none, mix(false), up)?;
+        backend.flat(rec, WgpuBackend::gate_kernel(experts.activation), &up.buffer, gate)?;
+        linear_part(backend, rec, gate, &experts.down[e], none, mix(true), out)?;
+    }
+    Ok(())
+}
+
+impl Scratch {
+    /// Gate, up and shares.
+    fn of(
+        &mut self,
+        backend: &WgpuBackend,
+        capacity: usize,
+        ffn: usize,
+        experts: usize,
+    ) -> Result<&mut [WgpuTensor; 3], BackendError> {
+        let fits = |t: &[WgpuTensor; 3]| {
+            t[0].capacity >= capacity && t[0].cols == ffn && t[2].cols == experts
+        };
+        if !self.tensors.as_ref().is_some_and(fits) {
+            let make = |cols| WgpuTensor::new(&backend.gpu, capacity, cols);
+            self.tensors = Some([make(ffn)?, make(ffn)?, make(experts)?]);
+        }
+        self.tensors.as_mut().ok_or_else(|| backend.gpu.lost("no scratch"))
+    }
+}

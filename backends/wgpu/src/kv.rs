@@ -1,0 +1,288 @@
+//! One shard's KV store on the device: for each layer, buffers of keys and of values
+//! `[block][head][token][element]`, heads padded to whole vec4s. Where a layer is too large for
+//! one binding it is cut by KV heads.
+
+use crate::gpu::{Buffer, Gpu};
+use crate::kernels::Kernel;
+use crate::record::Recorder;
+use crate::tensor::{WgpuTensor, same, shape, word};
+use dunlin_backend::{AttentionParams, BackendError, KV_TILE, KvSpec, SeqRows};
+use std::ops::Range;
+use std::sync::Arc;
+
+/// See the module.
+pub struct WgpuKv {
+    pub(crate) spec: KvSpec,
+    layers: Vec<Vec<Store>>,
+}
+
+/// Some KV heads of one layer.
+struct Store {
+    heads: Range<usize>,
+    keys: Buffer,
+    values: Buffer,
+}
+
+/// Marks a row that is nobody's, and a head that another store holds.
+const NONE: u32 = u32::MAX;
+
+impl WgpuKv {
+    pub(crate) fn new(gpu: &Arc<Gpu>, spec: &KvSpec) -> Result<Self, BackendError> {
+        let KvSpec { layers, kv_heads, head_dim, blocks, block_tokens } = *spec;
+        let sizes = block_tokens > 0
+            && block_tokens.is_multiple_of(KV_TILE)
+            && head_dim > 0
+            && kv_heads > 0;
+        if !sizes {
+            return Err(shape(
+                "kv",
+                format!(
+                    "{kv_heads} heads of {head_dim}, blocks of {block_tokens} tokens; blocks are \
+                     multiples of {KV_TILE}"
+                ),
+            ));
+        }
+        let refuse = |need: u64, free: u64| BackendError::OutOfMemory {
+            device: gpu.id.clone(),
+            what: format!("a KV pool of {blocks} blocks"),
+            need,
+            free,
+        };
+        let head = [head_dim.div_ceil(4), 16, block_tokens, blocks]
+            .iter()
+            .try_fold(1u64, |n, &f| n.checked_mul(f as u64));
+        let all = head.and_then(|h| h.checked_mul(2 * kv_heads as u64)?.checked_mul(layers as u64));
+        let (Some(head), Some(all)) = (head, all) else {
+            return Err(refuse(u64::MAX, gpu.free_bytes()));
+        };
+        if all > gpu.free_bytes() {
+            return Err(refuse(all, gpu.free_bytes()));
+        }
+        let most = gpu.binding_bytes();
+        if head > most {
+            return Err(refuse(head, most));
+        }
+        let heads_each = usize::try_from(most / head.max(1)).unwrap_or(kv_heads).min(kv_heads);
+        let layer = || {
+            let stores = (0..kv_heads).step_by(heads_each).map(|first| {
+                let heads = first..kv_heads.min(first + heads_each);
+                let bytes = head * heads.len() as u64;
+                let make = || gpu.storage(bytes, "a KV pool");
+                Ok(Store { heads, keys: make()?, values: make()? })
+            });
+            stores.collect::<Result<Vec<_>, BackendError>>()
+        };
+        let layers = (0..layers).map(|_| layer()).collect::<Result<_, _>>()?;
+        Ok(Self { spec: spec.clone(), layers })
+    }
+
+    pub fn spec(&self) -> &KvSpec {
+        &self.spec
+    }
+
+    pub(crate) fn write(
+        &self,
+        rec: &mut Recorder,
+        layer: usize,
+        k: &WgpuTensor,
+        v: &WgpuTensor,
+        seqs: &[SeqRows],
+    ) -> Result<(), BackendError> {
+        const OP: &str = "kv_write";
+        let width = self.spec.kv_heads * self.spec.head_dim;
+        same(OP, "columns of k", k.cols, width)?;
+        same(OP, "columns of v", v.cols, width)?;
+        self.check(OP, layer, k.rows.min(v.rows), seqs)?;
+        let tokens = self.spec.block_tokens;
+        let rows = seqs.iter().map(|s| s.rows.end).max().unwrap_or(0);
+        let mut slots = vec![NONE; 2 * rows];
+        for s in seqs {
+            for (i, row) in s.rows.clone().enumerate() {
+                let position = s.position + i;
+                slots[2 * row] = s.blocks[position / tokens];
+                slots[2 * row + 1] = word(position % tokens);
+            }
+        }
+        rec.begin(slots.len())?;
+        let (at, arena) = (rec.put(&slots), rec.arena());
+        let dim = word(self.spec.head_dim);
+        for store in &self.layers[layer] {
+            let heads = word(store.heads.len());
+            let params =
+                [at, heads, word(store.heads.start), word(tokens), word(k.stride), word(v.stride)];
+            let size = ((heads * dim.div_ceil(4)).div_ceil(32), word(rows));
+            let read = [&*arena, &k.buffer, &v.buffer];
+            let write = [&store.keys, &store.values];
+            rec.dispatch(Kernel::KvWrite { dim }, &read, &write, &params, size)?;
+        }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(crate) fn attend(
+        &self,
+        rec: &mut Recorder,
+        heads_a_group: u32,
+        q: &WgpuTensor,
+        layer: usize,
+        seqs: &[SeqRows],
+        params: &AttentionParams,
+        out: &mut WgpuTensor,
+    ) -> Result<(), BackendError> {
+        const OP: &str = "attention";
+        let p = params;
+        same(OP, "columns of q", q.cols, p.heads * p.head_dim)?;
+        same(OP, "columns of out", out.cols, q.cols)?;
+        same(OP, "KV heads", p.kv_heads, self.spec.kv_heads)?;
+        same(OP, "elements of a head", p.head_dim, self.spec.head_dim)?;
+        same(OP, "heads with a KV head", p.kv_head_of.len(), p.heads)?;
+        let strange = p.kv_head_of.iter().any(|h| *h >= p.kv_heads);
+        if strange || p.window == Some(0) {
+            return Err(shape(OP, format!("{params:?}")));
+        }
+        self.check(OP, layer, q.rows, seqs)?;
+        out.set_rows(OP, q.rows)?;
+        if seqs.is_empty() || p.heads == 0 {
+            return Ok(());
+        }
+        let rows = seqs.iter().map(|s| s.rows.end).max().unwrap_or(0);
+        let (tables, words) = row_tables(seqs, rows, self.spec.block_tokens);
+        let stores = &self.layers[layer];
+        rec.begin(words + p.heads * stores.len())?;
+        let table_at: Vec<u32> = tables.iter().map(|t| rec.put(t)).collect();
+        let mut info = vec![NONE; 2 * rows];
+        for (s, at) in seqs.iter().zip(&table_at) {
+            for (i, row) in s.rows.clone().enumerate() {
+                info[2 * row] = word(s.position + i);
+                info[2 * row + 1] = *at;
+            }
+        }
+        let info = rec.put(&info);
+        let dim = word(p.head_dim);
+        for store in stores {
+            let local = |h: &usize| match store.heads.contains(h) {
+                true => word(h - store.heads.start),
+                false => NONE,
+            };
+            let heads_of: Vec<u32> = p.kv_head_of.iter().map(local).collect();
+            let (heads_of, arena) = (rec.put(&heads_of), rec.arena());
+            let params = [
+                info,
+                heads_of,
+                word(p.heads),
+                word(store.heads.len()),
+                word(self.spec.block_tokens),
+                word(q.stride),
+                word(out.stride),
+                p.window.map_or(0, |w| u32::try_from(w).unwrap_or(0)),
+                p.scale.to_bits(),
+                p.softcap.unwrap_or(0.0).to_bits(),
+            ];
+            let size = (word(p.heads).div_ceil(heads_a_group), word(rows));
+            let read = [&*arena, &q.buffer, &store.keys, &store.values];
+            let kernel = Kernel::Attention { dim, heads: heads_a_group };
+            rec.dispatch(kernel, &read, &[&out.buffer], &params, size)?;
+        }
+        Ok(())
+    }
+
+    /// Copies blocks `from -> to` in all layers, as if in the order given.
+    pub(crate) fn copy(
+        &self,
+        rec: &mut Recorder,
+        pairs: &[(u32, u32)],
+    ) -> Result<(), BackendError> {
+        let blocks = self.spec.blocks;
+        for &(from, to) in pairs {
+            if from as usize >= blocks || to as usize >= blocks {
+                return Err(shape("kv_copy", format!("block {from} or {to} is not of {blocks}")));
+            }
+        }
+        for run in independent(pairs) {
+            let flat: Vec<u32> = run.iter().flat_map(|&(from, to)| [from, to]).collect();
+            rec.begin(flat.len())?;
+            let (at, arena) = (rec.put(&flat), rec.arena());
+            for store in self.layers.iter().flatten() {
+                let per_token = store.heads.len() * self.spec.head_dim.div_ceil(4);
+                let block = word(per_token * self.spec.block_tokens);
+                let write = [&store.keys, &store.values];
+                let size = (block.div_ceil(32), word(run.len()));
+                rec.dispatch(Kernel::KvCopy, &[&arena], &write, &[at, block], size)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Refuses sequences whose rows are out of order, past `rows`, or not covered by known blocks.
+    fn check(
+        &self,
+        op: &'static str,
+        layer: usize,
+        rows: usize,
+        seqs: &[SeqRows],
+    ) -> Result<(), BackendError> {
+        let spec = &self.spec;
+        if layer >= spec.layers {
+            return Err(shape(op, format!("layer {layer} of {}", spec.layers)));
+        }
+        let mut free = 0;
+        for (i, s) in seqs.iter().enumerate() {
+            if s.rows.start < free || s.rows.end < s.rows.start || s.rows.end > rows {
+                let have = &s.rows;
+                let want = format!("rows ascend without overlap below {rows}");
+                return Err(shape(op, format!("sequence {i} has rows {have:?}; {want}")));
+            }
+            free = s.rows.end;
+            let end = s.position.checked_add(s.rows.len());
+            let need = end.map(|e| e.div_ceil(spec.block_tokens));
+            let Some(used) = need.and_then(|n| s.blocks.get(..n)) else {
+                let (have, tokens) = (s.blocks.len(), spec.block_tokens);
+                return Err(shape(
+                    op,
+                    format!("sequence {i} ends at {end:?}, {have} blocks of {tokens} tokens"),
+                ));
+            };
+            if let Some(b) = used.iter().find(|b| **b as usize >= spec.blocks) {
+                return Err(shape(op, format!("sequence {i}: block {b} of {}", spec.blocks)));
+            }
+        }
+        Ok(())
+    }
+}
+
+/// The blocks that each sequence reads, and the words that they and the rows' own entries take.
+fn row_tables(seqs: &[SeqRows], rows: usize, block_tokens: usize) -> (Vec<&[u32]>, usize) {
+    let used = |s: &SeqRows| (s.position + s.rows.len()).div_ceil(block_tokens);
+    let tables: Vec<&[u32]> = seqs.iter().map(|s| &s.blocks[..used(s)]).collect();
+    let words = 2 * rows + tables.iter().map(|t| t.len()).sum::<usize>();
+    (tables, words)
+}
+
+/// Cuts pairs into runs within which the order does not matter.
+fn independent(pairs: &[(u32, u32)]) -> Vec<&[(u32, u32)]> {
+    let mut runs = Vec::new();
+    let mut start = 0;
+    for (i, &(from, to)) in pairs.iter().enumerate() {
+        let clash = |&(f, t): &(u32, u32)| t == from || t == to || f == to;
+        if pairs[start..i].iter().any(clash) {
+            runs.push(&pairs[start..i]);
+            start = i;
+        }
+    }
+    if start < pairs.len() {
+        runs.push(&pairs[start..]);
+    }
+    runs
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn runs_keep_the_order_where_it_matters() {
+        let pairs = [(0, 1), (2, 3), (1, 4), (5, 2), (6, 2)];
+        assert_eq!(independent(&pairs), [&pairs[..2], &pairs[2..4], &pairs[4..]]);
+        assert!(independent(&[]).is_empty());
+    }
+}

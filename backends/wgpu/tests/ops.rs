@@ -1,0 +1,206 @@
+//! Every op but attention against the plain reference, on random shapes; and the bits of a row in
+//! any company.
+
+mod common;
+
+use common::*;
+use dunlin_backend::{
+    Activation, Backend, BackendError, Experts, HostTensor, LinearPart, Part, Reference, Rope,
+    RopeStyle,
+};
+use proptest::prelude::{ProptestConfig, any, prop_assert, prop_assert_eq, proptest};
+
+/// `x * part(t)^T (+ bias)`
+fn linear<B: Backend>(
+    b: &B,
+    t: &HostTensor,
+    part: &Part,
+    bias: Option<&[f32]>,
+    x: &[f32],
+) -> Vec<f32> {
+    let w = b.weight(t, part).unwrap();
+    let x = upload(b, part.cols.len(), x);
+    let bias = bias.map(|v| upload(b, v.len(), v));
+    let rows = download(b, &x).len() / part.cols.len();
+    let mut out = b.tensor(rows, part.rows.len()).unwrap();
+    b.linear(&x, &mut [LinearPart { weight: &w, bias: bias.as_ref(), out: &mut out }]).unwrap();
+    download(b, &out)
+}
+
+/// A matrix and a part of it: any rows, columns on multiples of 32 (any, for floats).
+fn random_part(r: &mut Random) -> (HostTensor, Part) {
+    let dtype = TYPES[r.below(TYPES.len())];
+    let wide = dtype.block_elements();
+    let cols = if wide == 1 { 1 + r.below(200) } else { wide * (1 + r.below(640 / wide)) };
+    let rows = 1 + r.below(90);
+    let t = matrix(r, dtype, rows, cols);
+    let step = if wide == 1 { 1 } else { 32 };
+    let first = r.below(cols / step);
+    let end = first + 1 + r.below(cols / step - first);
+    let begin = r.below(t.rows);
+    let part =
+        Part { rows: begin..begin + 1 + r.below(t.rows - begin), cols: first * step..end * step };
+    (t, part)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+
+    #[test]
+    fn linear_is_the_reference_and_rows_do_not_depend_on_company(seed in any::<u64>()) {
+        let mut r = Random::new(seed);
+        let (t, part) = random_part(&mut r);
+        let cols = part.cols.len();
+        let rows = 1 + r.below(14);
+        let x = r.floats(rows * cols);
+        let bias = (r.below(2) == 0).then(|| r.floats(part.rows.len()));
+        let got = linear(device(), &t, &part, bias.as_deref(), &x);
+        let want = linear(&Reference, &t, &part, bias.as_deref(), &x);
+        prop_assert_eq!(far(&got, &want, 1e-5), None, "{:?} {:?}", t.dtype, part);
+        let row = r.below(rows);
+        let one = linear(device(), &t, &part, bias.as_deref(), &x[row * cols..][..cols]);
+        prop_assert!(same_bits(&one, &got[row * part.rows.len()..][..part.rows.len()]));
+    }
+
+    #[test]
+    fn embed_is_the_reference(seed in any::<u64>()) {
+        fn run<B: Backend>(b: &B, t: &HostTensor, part: &Part, ids: &[u32]) -> Vec<f32> {
+            let table = b.weight(t, part).unwrap();
+            let mut out = b.tensor(ids.len(), part.cols.len()).unwrap();
+            b.embed(&table, ids, 1.5, &mut out).unwrap();
+            download(b, &out)
+        }
+        let mut r = Random::new(seed);
+        let (t, part) = random_part(&mut r);
+        let ids: Vec<u32> =
+            (0..1 + r.below(9)).map(|_| r.below(part.rows.len()) as u32).collect();
+        let (got, want) = (run(device(), &t, &part, &ids), run(&Reference, &t, &part, &ids));
+        prop_assert_eq!(far(&got, &want, 1e-6), None, "{:?} {:?}", t.dtype, part);
+    }
+
+    #[test]
+    fn row_ops_are_the_reference(seed in any::<u64>()) {
+        let mut r = Random::new(seed);
+        let want = row_ops(&Reference, &mut Random::new(seed ^ 5));
+        let got = row_ops(device(), &mut Random::new(seed ^ 5));
+        for ((op, got), (_, want)) in got.iter().zip(&want) {
+            prop_assert_eq!(far(got, want, 2e-6), None, "{}", op);
+        }
+        prop_assert!(r.below(2) < 2 && got.len() == want.len());
+    }
+
+    #[test]
+    fn experts_are_the_reference(seed in any::<u64>()) {
+        let got = experts(device(), &mut Random::new(seed));
+        let want = experts(&Reference, &mut Random::new(seed));
+        prop_assert_eq!(far(&got, &want, 1e-4), None);
+    }
+}
+
+/// Norms, rotary embedding, activations, sums and picked rows over one random tensor.
+fn row_ops<B: Backend>(b: &B, r: &mut Random) -> Vec<(&'static str, Vec<f32>)> {
+    let mut results = Vec::new();
+    let dim = 2 * (1 + r.below(70));
+    let (heads, rows) = (1 + r.below(5), 1 + r.below(9));
+    let cols = heads * dim;
+    let mut x = upload(b, cols, &r.floats(rows * cols));
+    let whole = upload(b, cols, &r.floats(cols));
+    let head = upload(b, dim, &r.floats(dim));
+    let mut y = b.tensor(rows, cols).unwrap();
+    b.rms_norm(&x, &whole, 1e-5, cols, &mut y).unwrap();
+    results.push(("rms_norm", download(b, &y)));
+    b.rms_norm_inplace(&mut y, &head, 1e-6, dim).unwrap();
+    results.push(("rms_norm_inplace", download(b, &y)));
+    let positions: Vec<u32> = (0..rows).map(|_| r.below(9000) as u32).collect();
+    let inv_freq = (0..dim / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / dim as f32)).collect();
+    let style = [RopeStyle::HalfSplit, RopeStyle::Interleaved][r.below(2)];
+    let rope = Rope { style, head_dim: dim, inv_freq };
+    b.rope(&mut y, &positions, &rope).unwrap();
+    results.push(("rope", download(b, &y)));
+    b.add(&mut x, &y).unwrap();
+    results.push(("add", download(b, &x)));
+    let activation = [Activation::Silu, Activation::GeluTanh][r.below(2)];
+    let mut gate =
+        upload(b, cols, &r.floats(rows * cols).iter().map(|v| v * 30.0).collect::<Vec<_>>());
+    b.gated(&mut gate, &x, activation).unwrap();
+    results.push(("gated", download(b, &gate)));
+    let picked: Vec<u32> = (0..1 + r.below(rows)).map(|_| r.below(rows) as u32).collect();
+    let mut out = b.tensor(rows, cols).unwrap();
+    b.gather(&x, &picked, &mut out).unwrap();
+    results.push(("gather", download(b, &out)));
+    results
+}
+
+fn experts<B: Backend>(b: &B, r: &mut Random) -> Vec<f32> {
+    let (count, hidden, ffn) = (1 + r.below(7), 32 * (1 + r.below(3)), 32 * (1 + r.below(4)));
+    let (rows, top_k) = (1 + r.below(9), 1 + r.below(count));
+    let mut list = |rows, cols| -> Vec<B::Weight> {
+        let types = TYPES.map(|t| (t, t.block_elements())).into_iter().filter(|(_, n)| *n <= 32);
+        let types: Vec<_> = types.map(|(t, _)| t).collect();
+        let one = |_| {
+            let dtype = types[r.below(types.len())];
+            let t = matrix(r, dtype, rows, cols);
+            b.weight(&t, &Part::all(&t)).unwrap()
+        };
+        (0..count).map(one).collect()
+    };
+    let (gate, up, down) = (list(ffn, hidden), list(ffn, hidden), list(hidden, ffn));
+    let x = upload(b, hidden, &r.floats(rows * hidden));
+    // Coarse values, so that there are ties.
+    let scores: Vec<f32> = (0..rows * count).map(|_| r.below(5) as f32 - 2.0).collect();
+    let router = upload(b, count, &scores);
+    let mut out = b.tensor(rows, hidden).unwrap();
+    let experts = Experts {
+        gate: &gate,
+        up: &up,
+        down: &down,
+        top_k,
+        normalise: r.below(2) == 0,
+        activation: Activation::Silu,
+    };
+    b.experts(&x, &router, &experts, &mut out).unwrap();
+    // Twice, so that what the first run left behind would show.
+    b.experts(&x, &router, &experts, &mut out).unwrap();
+    download(b, &out)
+}
+
+#[test]
+fn many_rows_give_the_bits_of_few() {
+    let mut r = Random::new(3);
+    for dtype in TYPES {
+        let t = matrix(&mut r, dtype, 70, 768);
+        let part = Part::all(&t);
+        let x = r.floats(67 * 768);
+        let all = linear(device(), &t, &part, None, &x);
+        for (row, want) in all.chunks_exact(70).enumerate() {
+            let one = linear(device(), &t, &part, None, &x[row * 768..][..768]);
+            assert!(same_bits(&one, want), "{dtype:?}, row {row}");
+        }
+    }
+}
+
+#[test]
+fn wrong_calls_are_refused() {
+    let b = device();
+    let mut r = Random::new(1);
+    let t = matrix(&mut r, dunlin_backend::DType::Q8_0, 8, 64);
+    let shape = |e: Result<(), BackendError>| matches!(e, Err(BackendError::Shape { .. }));
+    for part in [
+        Part { rows: 0..9, cols: 0..64 },
+        Part { rows: 0..8, cols: 0..96 },
+        Part { rows: 0..8, cols: 1..33 },
+    ] {
+        assert!(shape(b.weight(&t, &part).map(drop)), "{part:?}");
+    }
+    let w = b.weight(&t, &Part::all(&t)).unwrap();
+    let (x, mut y) = (b.tensor(2, 32).unwrap(), b.tensor(2, 8).unwrap());
+    let mut short = b.tensor(1, 64).unwrap();
+    assert!(shape(b.linear(&x, &mut [LinearPart { weight: &w, bias: None, out: &mut y }])));
+    assert!(shape(b.embed(&w, &[8], 1.0, &mut short)));
+    assert!(shape(b.embed(&w, &[0, 1], 1.0, &mut short)));
+    assert!(shape(b.add(&mut short, &x)));
+    assert!(shape(b.gather(&x, &[2], &mut y)));
+    assert!(shape(b.upload(&[0.0; 33], &mut y)));
+    assert!(shape(b.set_rows(&mut y, 3)));
+    assert!(shape(b.tensor(usize::MAX / 8, 64).map(drop)));
+}
