@@ -19,6 +19,10 @@ impl<T: Clone> Signal<T> {
         self.value.lock().clone()
     }
 
+    pub fn with<R>(&self, look: impl FnOnce(&T) -> R) -> R {
+        look(&self.value.lock())
+    }
+
     pub fn set(&self, value: T) {
         *self.value.lock() = value;
         self.changed.notify_waiters();

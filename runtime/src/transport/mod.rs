@@ -6,6 +6,7 @@
 
 pub mod memory;
 pub mod quic;
+mod rules;
 
 use crate::address::NodeName;
 use bytes::Bytes;

@@ -12,8 +12,13 @@ async fn story(seed: u64) -> Vec<String> {
     let network = MemoryNetwork::new(seed);
     let harness = MemoryHarness(network.clone());
     let names = ["a", "b", "c", "d", "e"];
-    let rules =
-        Rules { delay: Duration::from_millis(3), jitter: Duration::from_millis(4), loss: 0.002 };
+    let rules = Rules {
+        delay: Duration::from_millis(3),
+        jitter: Duration::from_millis(4),
+        loss: 0.01,
+        reset: 0.002,
+        ..Rules::default()
+    };
     network.set_rules(rules);
     let began = Instant::now();
     let mut nodes: Vec<Node> = Vec::new();
@@ -66,7 +71,7 @@ fn the_same_seed_tells_the_same_story() {
 
 /// Links break all the time; mail between the same two lives arrives once and in order.
 #[tokio::test(start_paused = true)]
-async fn lost_frames_lose_no_mail() {
+async fn broken_links_lose_no_mail() {
     for seed in 0..5 {
         let network = MemoryNetwork::new(seed);
         let harness = MemoryHarness(network.clone());
@@ -74,7 +79,7 @@ async fn lost_frames_lose_no_mail() {
         let (_export, to, mut casts) = echo(&b, "x");
         network.set_rules(Rules {
             delay: Duration::from_millis(1),
-            loss: 0.01,
+            reset: 0.01,
             ..Rules::default()
         });
         let mut sent = Vec::new();
