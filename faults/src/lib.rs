@@ -15,4 +15,5 @@ pub mod fault;
 pub mod invariant;
 pub mod plan;
 pub mod record;
+pub mod report;
 pub mod resolved;
