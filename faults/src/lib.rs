@@ -8,12 +8,15 @@
 //!
 //! This crate knows nothing of HTTP servers, models' weights or kernels.
 
+pub mod armory;
 pub mod catalog;
 pub mod draw;
 pub mod events;
 pub mod fault;
 pub mod invariant;
 pub mod plan;
+pub mod process;
 pub mod record;
 pub mod report;
 pub mod resolved;
+pub mod schedule;
