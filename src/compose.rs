@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, Result};
-use dunlin_actors::engines::Engines;
+use dunlin_actors::engines::{Compute, Engines};
 use dunlin_actors::gateway::{self, ByteModel, TextModel};
 use dunlin_actors::host::{Host, HostOptions, HostParts};
 use dunlin_actors::kv::KEY_SCHEMA;
@@ -14,6 +14,7 @@ use dunlin_actors::placement::planner::{PlanLimits, ReplicaWant};
 use dunlin_actors::router::RouterConfig;
 use dunlin_actors::scheduler::SchedulerConfig;
 use dunlin_actors::telemetry::ACTOR_METRICS;
+use dunlin_faults::process::inside::Inside;
 use dunlin_model::hash_engine::HashSpec;
 use dunlin_model::loader::ModelFiles;
 use dunlin_runtime::certs::NodeIdentity;
@@ -22,7 +23,7 @@ use dunlin_runtime::telemetry::{RUNTIME_METRICS, init_metrics};
 use dunlin_runtime::transport::quic::{QuicOptions, QuicTransport};
 use dunlin_runtime::{Incarnation, Node, NodeName, NodeOptions, StartError, Timing};
 
-use crate::engines::{HashEngines, ModelEngines, NodeDevices};
+use crate::engines::{self, HashEngines, ModelEngines, NodeDevices};
 use crate::models;
 use crate::text::ModelText;
 
@@ -36,6 +37,7 @@ pub async fn start(
     identity: NodeIdentity,
     incarnation: u64,
     join_deadline: Duration,
+    inside: Option<&Inside>,
 ) -> Result<Host> {
     let own = config.nodes.get(name).context("a node of the configuration")?.clone();
     let metrics = init_metrics(&[RUNTIME_METRICS, ACTOR_METRICS]);
@@ -43,9 +45,10 @@ pub async fn start(
     for replica in &config.replicas {
         config.check_layers(replica, engines.shape().layers())?;
     }
-    let node = node(config, name, &own, identity, Incarnation(incarnation)).await?;
+    let node = node(config, name, &own, identity, Incarnation(incarnation), inside).await?;
     let options = host_options(config, &own, join_deadline);
-    let parts = HostParts { node, engines, text, metrics: Arc::new(move || metrics.render()) };
+    let metrics = Arc::new(move || metrics.render());
+    let parts = HostParts { node, engines, compute: Compute::Threads, text, metrics };
     Ok(Host::start(options, parts).await?)
 }
 
@@ -69,10 +72,10 @@ async fn computing(config: &ClusterConfig, name: &NodeName, own: &NodeConfig) ->
         let text = own.http.map(|_| Arc::new(text) as Arc<dyn TextModel>);
         return Ok((Arc::new(HashEngines::new(spec, &devices)), text));
     }
-    if let Some(at) = own.devices.iter().position(|id| !id.starts_with("cpu")) {
+    if let Some(at) = own.devices.iter().position(|id| !engines::is_known(id)) {
         let key = format!("node.{name}.devices.{at}");
-        let reason = "this build computes on CPUs only";
-        return Err(config.complain(&key, reason, "use cpu, cpu:0, cpu:1, ...").into());
+        let reason = "this build has no backend for the device";
+        return Err(config.complain(&key, reason, "use cpu, cpu:N, wgpu:N or wgpu:NAME").into());
     }
     let model = config.cluster.model.clone();
     let has_gateway = own.http.is_some();
@@ -115,6 +118,7 @@ async fn node(
     own: &NodeConfig,
     identity: NodeIdentity,
     incarnation: Incarnation,
+    inside: Option<&Inside>,
 ) -> Result<Node> {
     let membership = &config.membership;
     let (heartbeat_ms, lease_ms) = (membership.heartbeat_ms, membership.lease_ms);
@@ -124,6 +128,7 @@ async fn node(
     options.incarnation = incarnation;
     options.head = Some(config.cluster.head.clone());
     options.schema = KEY_SCHEMA;
+    options.faults = inside.map(Inside::faults).unwrap_or_default();
     options.timing = Timing {
         heartbeat_ms,
         dead_ms: lease_ms,
@@ -135,7 +140,11 @@ async fn node(
         options = options.peer(peer.clone(), node.address.to_string());
     }
     let transport = QuicTransport::new(Arc::new(identity), quic);
-    Node::start(options, Arc::new(transport)).await.map_err(|e| match e {
+    let started = Node::start(options, Arc::new(transport)).await;
+    if let (Ok(node), Some(inside)) = (&started, inside) {
+        inside.attach(node.clone(), tokio::runtime::Handle::current());
+    }
+    started.map_err(|e| match e {
         StartError::Bind { error, .. } => {
             let mend = "stop what uses the address, or choose another";
             config.complain(&format!("node.{name}.address"), error.to_string(), mend).into()

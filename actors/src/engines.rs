@@ -3,6 +3,7 @@
 
 use crate::messages::NodeDescription;
 use dunlin_model::engine::{Engine, StageSpec};
+use std::time::Duration;
 
 /// What one node can run. Shared by every shard it hosts; keeps weights mapped across restarts
 /// of shards, so that building the same stage again reads no file.
@@ -12,6 +13,31 @@ pub trait Engines: Send + Sync + 'static {
     /// Builds the engine of one shard. Blocking and possibly slow: called off the tokio workers.
     /// The error names the device and the numbers that did not fit.
     fn build(&self, device: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String>;
+}
+
+/// Where a node's blocking work runs: describing devices, building engines, steps.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
+pub enum Compute {
+    /// Steps on a thread per shard, the rest on tokio's blocking threads.
+    #[default]
+    Threads,
+    /// All of it on the runtime's own tasks, for simulations on one thread and a paused clock: a
+    /// step blocks nobody but takes so much of that clock. Engines must cost no time themselves,
+    /// and a step that is run again must give the same (see `shard/inline.rs`).
+    Inline { step_cost: Duration, token_cost: Duration },
+}
+
+impl Compute {
+    /// Runs what may block; `Err` if it panicked.
+    pub(crate) async fn blocking<T: Send + 'static>(
+        self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<T, tokio::task::JoinError> {
+        match self {
+            Compute::Threads => tokio::task::spawn_blocking(work).await,
+            Compute::Inline { .. } => tokio::spawn(async move { work() }).await,
+        }
+    }
 }
 
 /// The sizes that placing a model needs.

@@ -13,8 +13,8 @@ use crate::messages::{
 };
 use crate::{kv, scheduler, shard};
 use dunlin_runtime::supervise::{
-    Backoff, ChildSpec, Intensity, Restart, Strategy, Supervisor, SupervisorHandle, SupervisorSpec,
-    TreeNode, Verdict,
+    Backoff, ChildSpec, Intensity, Observer, Restart, Strategy, Supervisor, SupervisorHandle,
+    SupervisorSpec, TreeNode, Verdict,
 };
 use dunlin_runtime::{Address, Export, Inbound, Node, NodeName, ReplyPort};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef, SupervisionEvent};
@@ -95,9 +95,11 @@ impl Actor for AgentActor {
         state: &mut State,
     ) -> Result<(), ActorProcessingErr> {
         let args = state.args.clone();
+        crate::faulty::message(&args.node, super::AGENT_ROLE, "main", call_name(&call)).await;
         match call {
             AgentCall::Describe => {
                 let slots: Vec<_> = state.replicas.values().cloned().collect();
+                let compute = args.compute;
                 tokio::spawn(async move {
                     let hosted = slots.iter().filter_map(running).collect();
                     // Reading memory figures may touch the disk or a driver.
@@ -105,7 +107,7 @@ impl Actor for AgentActor {
                         let description = args.engines.describe();
                         reply.send(AgentReply::Described { description, hosted })
                     };
-                    tokio::task::spawn_blocking(describe).await
+                    compute.blocking(describe).await
                 });
             }
             AgentCall::Load(plan) => {
@@ -156,6 +158,16 @@ impl Actor for AgentActor {
         _: &mut State,
     ) -> Result<(), ActorProcessingErr> {
         Ok(())
+    }
+}
+
+fn call_name(call: &AgentCall) -> &'static str {
+    match call {
+        AgentCall::Describe => "Describe",
+        AgentCall::Load(_) => "Load",
+        AgentCall::Lead(_) => "Lead",
+        AgentCall::Retire { .. } => "Retire",
+        AgentCall::Tree => "Tree",
     }
 }
 
@@ -251,6 +263,7 @@ fn replica_spec(args: &AgentArgs, plan: &ReplicaPlan) -> SupervisorSpec {
         intensity: Intensity { max: 0, within: Duration::from_secs(1) },
         backoff: Backoff::default(),
         children,
+        observer: Observer::of(&args.node),
     }
 }
 
@@ -299,13 +312,8 @@ fn shard_spec(args: &AgentArgs, plan: &ReplicaPlan, index: usize) -> ChildSpec {
     ChildSpec::new(id, Restart::Permanent, move |supervisor| {
         let (args, plan) = (args.clone(), plan.clone());
         async move {
-            let place = plan.shards[index].clone();
-            let engines = args.engines.clone();
-            let engine =
-                args.compute
-                    .blocking(move || engines.build(&place.device, &place.spec))
-                    .await
-                    .map_err(|panic| format!("building the engine: {panic}"))??;
+            let (node, engines) = (&args.node, &args.engines);
+            let engine = shard::build_engine(node, engines, &plan, index, args.compute).await?;
             let leader = plan.leader().clone();
             let scheduler = Address::new(leader, scheduler::ROLE, plan.replica.clone());
             let shard_args = shard::ShardArgs {

@@ -22,7 +22,8 @@ use crate::scheduler::SchedulerConfig;
 use crate::{placement, router};
 use agent::AgentArgs;
 use dunlin_runtime::supervise::{
-    Backoff, ChildSpec, Intensity, Restart, Strategy, Supervisor, SupervisorHandle, SupervisorSpec,
+    Backoff, ChildSpec, Intensity, Observer, Restart, Strategy, Supervisor, SupervisorHandle,
+    SupervisorSpec,
 };
 use dunlin_runtime::{Address, Node, NodeName};
 use ractor::ActorCell;
@@ -175,6 +176,7 @@ impl Host {
             intensity: options.node_intensity,
             backoff: Backoff::default(),
             children,
+            observer: Observer::of(&node),
         };
         let root =
             Supervisor::spawn(spec, None).await.map_err(|error| start_error(error.to_string()))?;

@@ -5,11 +5,17 @@
 //! that disagrees is a typed failure at once, never a hang and never a wrong sum. Payloads are
 //! little-endian float32.
 
+use crate::facts;
 use crate::messages::ReplicaPlan;
 use bytes::{Bytes, BytesMut};
 use dunlin_model::engine::{Batch, Collective, CollectiveError};
-use dunlin_runtime::{FlowClass, FlowFrame, FlowId, FlowReceiver, FlowSender, Node, NodeName};
-use std::time::{Duration, Instant};
+use dunlin_runtime::{
+    Fact, Faults, FlowClass, FlowFrame, FlowId, FlowReceiver, FlowSender, Node, NodeName,
+};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::time::Duration;
+use tokio::time::{Instant, timeout_at};
 
 /// Hash of what a step computes. Ranks and stages compare it before they mix their numbers.
 pub fn plan_hash(step: u64, batch: &Batch) -> u64 {
@@ -28,9 +34,45 @@ pub fn plan_hash(step: u64, batch: &Batch) -> u64 {
     u64::from_le_bytes(first)
 }
 
+/// What a device is doing, for whoever watches it from outside.
+#[derive(Debug)]
+pub struct Doing {
+    now: AtomicU8,
+    from: String,
+    to: String,
+    peers: String,
+}
+
+const COMPUTES: u8 = 0;
+const RECEIVES: u8 = 1;
+const REDUCES: u8 = 2;
+const SENDS: u8 = 3;
+
+impl Doing {
+    fn set(&self, now: u8) {
+        self.now.store(now, Ordering::Relaxed);
+    }
+
+    /// Whether the device itself is at work, and does not wait for another shard.
+    pub fn computes(&self) -> bool {
+        self.now.load(Ordering::Relaxed) == COMPUTES
+    }
+
+    /// For messages: `SHARD ...`.
+    pub fn text(&self) -> String {
+        match self.now.load(Ordering::Relaxed) {
+            RECEIVES => format!("waits for activations of {}", self.from),
+            REDUCES => format!("waits for a reduction with {}", self.peers),
+            SENDS => format!("waits until {} takes its activations", self.to),
+            _ => "computes: its device does not answer".into(),
+        }
+    }
+}
+
 /// The data-plane ends of one shard.
 pub struct Wires {
     me: String,
+    doing: Arc<Doing>,
     epoch: u64,
     step: u64,
     hash: u64,
@@ -80,13 +122,58 @@ impl Wires {
             })
             .collect();
         let epoch = plan.epoch.0;
-        let group = FlowGroup { rank, peers, epoch, step: 0, hash: 0, call: 0, deadline };
+        let names = |labels: Vec<&String>| {
+            labels.into_iter().map(String::as_str).collect::<Vec<_>>().join(", ")
+        };
+        let doing = Arc::new(Doing {
+            now: AtomicU8::new(COMPUTES),
+            from: names(from_previous.iter().map(|(label, _)| label).collect()),
+            to: names(to_next.iter().map(|(label, _)| label).collect()),
+            peers: names(peers.iter().map(|peer: &GroupPeer| &peer.label).collect()),
+        });
         let me = name(stage, rank, &place.node);
-        Self { me, epoch, step: 0, hash: 0, deadline, from_previous, to_next, group }
+        let tell = Tell { faults: node.faults().clone(), node: node.name().clone(), me: me.clone() };
+        let group = FlowGroup {
+            doing: doing.clone(),
+            tell,
+            rank,
+            peers,
+            epoch,
+            step: 0,
+            hash: 0,
+            call: 0,
+            deadline,
+        };
+        Self { me, doing, epoch, step: 0, hash: 0, deadline, from_previous, to_next, group }
+    }
+
+    /// See [`Doing`].
+    pub fn doing(&self) -> Arc<Doing> {
+        self.doing.clone()
+    }
+
+    /// Tells the other ranks that this one has done the step, without waiting for them: one that
+    /// still waits for a collective of it learns that none will come.
+    pub fn end(&mut self) -> Result<(), String> {
+        for peer in &self.group.peers {
+            let sent = peer.to.blocking_send(self.group.last_frame());
+            sent.map_err(|error| format!("{} ends a step with {}: {error}", self.me, peer.label))?;
+        }
+        Ok(())
+    }
+
+    /// [`Self::end`] for tasks.
+    pub async fn end_async(&mut self) -> Result<(), String> {
+        for peer in &self.group.peers {
+            let sent = peer.to.send(self.group.last_frame()).await;
+            sent.map_err(|error| format!("{} ends a step with {}: {error}", self.me, peer.label))?;
+        }
+        Ok(())
     }
 
     /// Sets what the frames of the coming step carry.
     pub fn begin(&mut self, step: u64, batch: &Batch) {
+        self.doing.set(COMPUTES);
         self.step = step;
         self.hash = plan_hash(step, batch);
         self.group.step = step;
@@ -99,17 +186,42 @@ impl Wires {
         let Some((from, flow)) = &mut self.from_previous else { return Ok(None) };
         let until = Instant::now() + self.deadline;
         let expected = (self.epoch, self.step, self.hash);
-        let payload = receive(flow, expected, until)
+        self.doing.set(RECEIVES);
+        let payload = receive(flow, expected, until, &self.group.tell)
             .map_err(|e| format!("{} waits for activations of {from}: {e}", self.me))?;
-        let input = to_floats(&payload);
-        if input.len() != values {
-            return Err(format!("{from} sent {} values, the plan needs {values}", input.len()));
+        self.doing.set(COMPUTES);
+        activations(from, &payload, values).map(Some)
+    }
+
+    /// [`Self::receive`] for tasks.
+    pub async fn receive_async(&mut self, values: usize) -> Result<Option<Vec<f32>>, String> {
+        let Some((from, flow)) = &mut self.from_previous else { return Ok(None) };
+        let until = Instant::now() + self.deadline;
+        let expected = (self.epoch, self.step, self.hash);
+        self.doing.set(RECEIVES);
+        let payload = receive_async(flow, expected, until, self.deadline, &self.group.tell)
+            .await
+            .map_err(|e| format!("{} waits for activations of {from}: {e}", self.me))?;
+        self.doing.set(COMPUTES);
+        activations(from, &payload, values).map(Some)
+    }
+
+    /// [`Self::send`] for tasks.
+    pub async fn send_async(&mut self, values: &[f32]) -> Result<(), String> {
+        self.doing.set(SENDS);
+        let payload = to_bytes(values);
+        for (to, flow) in &self.to_next {
+            let (epoch, step, tag) = (self.epoch, self.step, self.hash);
+            flow.send(FlowFrame { epoch, step, tag, payload: payload.clone() })
+                .await
+                .map_err(|e| format!("{} sends activations to {to}: {e}", self.me))?;
         }
-        Ok(Some(input))
+        Ok(())
     }
 
     /// Hands activations to the next stage's ranks.
     pub fn send(&mut self, values: &[f32]) -> Result<(), String> {
+        self.doing.set(SENDS);
         let payload = to_bytes(values);
         for (to, flow) in &self.to_next {
             let (epoch, step, tag) = (self.epoch, self.step, self.hash);
@@ -126,6 +238,8 @@ impl Wires {
 
 /// The tensor-parallel ranks of one stage, each on its own flow.
 pub struct FlowGroup {
+    doing: Arc<Doing>,
+    tell: Tell,
     rank: usize,
     peers: Vec<GroupPeer>,
     epoch: u64,
@@ -137,6 +251,28 @@ pub struct FlowGroup {
     deadline: Duration,
 }
 
+/// Tag of a rank's last frame of a step.
+const ENDED: u64 = u64::MAX;
+
+/// Where mismatches are told.
+struct Tell {
+    faults: Faults,
+    node: NodeName,
+    me: String,
+}
+
+impl Tell {
+    fn fact(
+        &self,
+        name: &'static str,
+        subject: impl FnOnce() -> String,
+        (key, value): (u64, u64),
+    ) {
+        let node = self.node.clone();
+        self.faults.tell(|| Fact { node, name, subject: subject(), key, value });
+    }
+}
+
 struct GroupPeer {
     rank: usize,
     label: String,
@@ -145,12 +281,18 @@ struct GroupPeer {
 }
 
 impl FlowGroup {
+    fn last_frame(&self) -> FlowFrame {
+        let (epoch, step) = (self.epoch, self.step);
+        FlowFrame { epoch, step, tag: ENDED, payload: Bytes::new() }
+    }
+
     /// Sends `mine` to every other rank and returns all ranks' values, in rank order.
     fn exchange(&mut self, mine: &[f32]) -> Result<Vec<Vec<f32>>, CollectiveError> {
         self.call += 1;
         let (epoch, step) = (self.epoch, self.step);
         let tag = self.hash.wrapping_add(self.call);
         let payload = to_bytes(mine);
+        self.doing.set(REDUCES);
         for peer in &self.peers {
             peer.to
                 .blocking_send(FlowFrame { epoch, step, tag, payload: payload.clone() })
@@ -160,11 +302,43 @@ impl FlowGroup {
         let mut all = vec![Vec::new(); self.peers.len() + 1];
         all[self.rank] = mine.to_vec();
         for peer in &mut self.peers {
-            match receive(&mut peer.from, (epoch, step, tag), until) {
+            match receive(&mut peer.from, (epoch, step, tag), until, &self.tell) {
                 Ok(bytes) => all[peer.rank] = to_floats(&bytes),
                 Err(reason) => return Err(peer.failed(reason)),
             }
         }
+        self.doing.set(COMPUTES);
+        Ok(all)
+    }
+}
+
+impl FlowGroup {
+    /// `exchange` for tasks.
+    pub(super) async fn exchange_async(
+        &mut self,
+        mine: &[f32],
+    ) -> Result<Vec<Vec<f32>>, CollectiveError> {
+        self.call += 1;
+        let (epoch, step) = (self.epoch, self.step);
+        let tag = self.hash.wrapping_add(self.call);
+        let payload = to_bytes(mine);
+        self.doing.set(REDUCES);
+        for peer in &self.peers {
+            let frame = FlowFrame { epoch, step, tag, payload: payload.clone() };
+            peer.to.send(frame).await.map_err(|error| peer.failed(error.to_string()))?;
+        }
+        let until = Instant::now() + self.deadline;
+        let mut all = vec![Vec::new(); self.peers.len() + 1];
+        all[self.rank] = mine.to_vec();
+        for peer in &mut self.peers {
+            let expected = (epoch, step, tag);
+            let tell = &self.tell;
+            match receive_async(&mut peer.from, expected, until, self.deadline, tell).await {
+                Ok(bytes) => all[peer.rank] = to_floats(&bytes),
+                Err(reason) => return Err(peer.failed(reason)),
+            }
+        }
+        self.doing.set(COMPUTES);
         Ok(all)
     }
 }
@@ -184,66 +358,115 @@ impl Collective for FlowGroup {
         if self.peers.is_empty() {
             return Ok(());
         }
-        let all = self.exchange(values)?;
-        for (rank, part) in all.iter().enumerate() {
-            if part.len() != values.len() {
-                let reason = format!("sent {} values, expected {}", part.len(), values.len());
-                return Err(CollectiveError { rank, reason });
-            }
-        }
-        // Rank order, so that every rank ends with the same bits.
-        for (i, value) in values.iter_mut().enumerate() {
-            *value = all[1..].iter().fold(all[0][i], |sum, part| sum + part[i]);
-        }
-        Ok(())
+        sum(&self.exchange(values)?, values)
     }
 
     fn all_gather(&mut self, rows: usize, values: &[f32]) -> Result<Vec<f32>, CollectiveError> {
         if self.peers.is_empty() || rows == 0 {
             return Ok(values.to_vec());
         }
-        let all = self.exchange(values)?;
-        for (rank, part) in all.iter().enumerate() {
-            if part.len() % rows != 0 {
-                let reason = format!("sent {} values for {rows} rows", part.len());
-                return Err(CollectiveError { rank, reason });
-            }
-        }
-        let mut joined = Vec::with_capacity(all.iter().map(Vec::len).sum());
-        for row in 0..rows {
-            for part in &all {
-                let cols = part.len() / rows;
-                joined.extend_from_slice(&part[row * cols..(row + 1) * cols]);
-            }
-        }
-        Ok(joined)
+        join(&self.exchange(values)?, rows)
     }
+}
+
+/// Sums all ranks' values in rank order, so that every rank ends with the same bits.
+pub(super) fn sum(all: &[Vec<f32>], values: &mut [f32]) -> Result<(), CollectiveError> {
+    for (rank, part) in all.iter().enumerate() {
+        if part.len() != values.len() {
+            let reason = format!("sent {} values, expected {}", part.len(), values.len());
+            return Err(CollectiveError { rank, reason });
+        }
+    }
+    for (i, value) in values.iter_mut().enumerate() {
+        *value = all[1..].iter().fold(all[0][i], |sum, part| sum + part[i]);
+    }
+    Ok(())
+}
+
+/// Joins all ranks' `[rows, cols]` along columns, in rank order.
+pub(super) fn join(all: &[Vec<f32>], rows: usize) -> Result<Vec<f32>, CollectiveError> {
+    for (rank, part) in all.iter().enumerate() {
+        if part.len() % rows != 0 {
+            let reason = format!("sent {} values for {rows} rows", part.len());
+            return Err(CollectiveError { rank, reason });
+        }
+    }
+    let mut joined = Vec::with_capacity(all.iter().map(Vec::len).sum());
+    for row in 0..rows {
+        for part in all {
+            let cols = part.len() / rows;
+            joined.extend_from_slice(&part[row * cols..(row + 1) * cols]);
+        }
+    }
+    Ok(joined)
 }
 
 /// Takes the frame of (epoch, step, tag); frames of older epochs or steps are dropped.
 fn receive(
     flow: &mut FlowReceiver,
-    (epoch, step, tag): (u64, u64, u64),
+    expected: (u64, u64, u64),
     until: Instant,
+    tell: &Tell,
 ) -> Result<Bytes, String> {
     loop {
         let left = until.saturating_duration_since(Instant::now());
         let frame = flow.blocking_recv(left).map_err(|error| error.to_string())?;
-        if (frame.epoch, frame.step) < (epoch, step) {
-            metrics::counter!("dunlin_stale_epoch_messages_total", "kind" => "flow").increment(1);
-            continue;
+        if let Some(payload) = judge(frame, expected, tell)? {
+            return Ok(payload);
         }
-        if (frame.epoch, frame.step) > (epoch, step) {
-            return Err(format!(
-                "is ahead: it is in epoch {} step {}, this shard in epoch {epoch} step {step}",
-                frame.epoch, frame.step
-            ));
+    }
+}
+
+/// [`receive`] for tasks; `deadline` is what `until` was made of.
+async fn receive_async(
+    flow: &mut FlowReceiver,
+    expected: (u64, u64, u64),
+    until: Instant,
+    deadline: Duration,
+    tell: &Tell,
+) -> Result<Bytes, String> {
+    loop {
+        let frame = match timeout_at(until, flow.recv()).await {
+            Ok(frame) => frame.map_err(|error| error.to_string())?,
+            Err(_) => return Err(format!("nothing within {} ms", deadline.as_millis())),
+        };
+        if let Some(payload) = judge(frame, expected, tell)? {
+            return Ok(payload);
         }
-        if frame.tag != tag {
-            metrics::counter!("dunlin_plan_hash_mismatch_total").increment(1);
-            return Err(format!("runs another plan for step {step} (hash {:x})", frame.tag));
-        }
-        return Ok(frame.payload);
+    }
+}
+
+/// The payload of the frame that was expected; `None` for one to drop.
+fn judge(frame: FlowFrame, (epoch, step, tag): (u64, u64, u64)) -> Result<Option<Bytes>, String> {
+    if (frame.epoch, frame.step) < (epoch, step) {
+        metrics::counter!("dunlin_stale_epoch_messages_total", "kind" => "flow").increment(1);
+        return Ok(None);
+    }
+    if (frame.epoch, frame.step) > (epoch, step) {
+        return Err(format!(
+            "is ahead: it is in epoch {} step {}, this shard in epoch {epoch} step {step}",
+            frame.epoch, frame.step
+        ));
+    }
+    if frame.tag == ENDED {
+        let why = "has ended this step without the collective that is due";
+        tell.fact(facts::PLAN_MISMATCH, || format!("{}: a peer {why}", tell.me), (step, 0));
+        return Err(why.into());
+    }
+    if frame.tag != tag {
+        let who = || format!("{}: a peer runs another plan", tell.me);
+        tell.fact(facts::PLAN_MISMATCH, who, (step, frame.tag));
+        metrics::counter!("dunlin_plan_hash_mismatch_total").increment(1);
+        return Err(format!("runs another plan for step {step} (hash {:x})", frame.tag));
+    }
+    Ok(Some(frame.payload))
+}
+
+fn activations(from: &str, payload: &[u8], values: usize) -> Result<Vec<f32>, String> {
+    let input = to_floats(payload);
+    match input.len() == values {
+        true => Ok(input),
+        false => Err(format!("{from} sent {} values, the plan needs {values}", input.len())),
     }
 }
 

@@ -14,7 +14,8 @@ use dunlin_model::hash_engine::HashSpec;
 use dunlin_model::sampling::SamplingParams;
 use dunlin_runtime::supervise;
 use dunlin_runtime::{
-    Address, Export, Inbound, Incarnation, MemoryNetwork, Node, NodeName, NodeOptions,
+    Address, Export, FaultHook, Faults, Inbound, Incarnation, MemoryNetwork, Node, NodeName,
+    NodeOptions,
 };
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -52,6 +53,8 @@ pub struct Setup {
     pub kv_blocks: usize,
     pub scheduler: SchedulerConfig,
     pub replan: Replan,
+    /// Injects faults at the sites of all nodes, and hears their facts.
+    pub hook: Option<Arc<dyn FaultHook>>,
 }
 
 impl Setup {
@@ -59,7 +62,7 @@ impl Setup {
         let step_cost = Duration::from_millis(1);
         let spec = HashSpec { heads: 2, context: 4096, step_cost, ..HashSpec::default() };
         let scheduler = SchedulerConfig { step_tokens: 64, ..SchedulerConfig::default() };
-        Self { spec, wants, kv_blocks: 1024, scheduler, replan: Replan::default() }
+        Self { spec, wants, kv_blocks: 1024, scheduler, replan: Replan::default(), hook: None }
     }
 
     /// One replica per node.
@@ -306,6 +309,9 @@ async fn start_host(
     let mut options = NodeOptions::new(name(node), "test", at(&name(node)));
     options.incarnation = Incarnation(*life);
     options.head = Some(name(HEAD));
+    if let Some(hook) = &setup.hook {
+        options.faults = Faults::armed(hook.clone());
+    }
     for peer in names.iter().filter(|peer| peer.as_str() != node) {
         options = options.peer(peer.clone(), at(peer));
     }
@@ -394,6 +400,17 @@ impl Stream {
                 (usage, served_by)
             }
             other => panic!("request {}: {other:?}", self.id),
+        }
+    }
+
+    /// Takes everything to the end, which must be a good one, whatever the tokens are.
+    pub async fn drain(mut self) -> Vec<u32> {
+        loop {
+            match self.next().await {
+                None => {}
+                Some(StreamEvent::Finished { .. }) => return self.tokens,
+                Some(other) => panic!("request {}: {other:?}", self.id),
+            }
         }
     }
 
