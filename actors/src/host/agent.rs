@@ -264,6 +264,7 @@ fn replica_spec(args: &AgentArgs, plan: &ReplicaPlan) -> SupervisorSpec {
         backoff: Backoff::default(),
         children,
         observer: Observer::of(&args.node),
+        observer: Observer::of(&args.node),
     }
 }
 

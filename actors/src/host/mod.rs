@@ -177,6 +177,7 @@ impl Host {
             backoff: Backoff::default(),
             children,
             observer: Observer::of(&node),
+            observer: Observer::of(&node),
         };
         let root =
             Supervisor::spawn(spec, None).await.map_err(|error| start_error(error.to_string()))?;

@@ -25,7 +25,8 @@ use tokio::sync::{oneshot, watch};
 pub use self::core::ChildState;
 use self::shell::{Lifecycle, Message, Shell};
 pub use self::spec::{
-    Backoff, ChildSpec, Exit, Intensity, Restart, StartChild, Strategy, SupervisorSpec, Verdict,
+    Backoff, ChildSpec, Exit, Intensity, Observer, Restart, StartChild, Strategy, SupervisorSpec,
+    Verdict,
 };
 
 pub type BoxFuture<T> = Pin<Box<dyn Future<Output = T> + Send>>;

@@ -11,7 +11,7 @@ use tokio::task::AbortHandle;
 use tokio::time::Instant;
 
 use super::core::{ChildState, Core, Generation, Input, Output};
-use super::{ChildSpec, Exit, SuperviseError, SupervisorSpec, TreeNode, Verdict};
+use super::{ChildSpec, Exit, Observer, SuperviseError, SupervisorSpec, TreeNode, Verdict};
 
 /// What `ractor` gives as the reason of an actor that was killed.
 const KILLED: &str = "killed";
@@ -79,6 +79,7 @@ pub(super) struct Running {
     removing: BTreeMap<String, Vec<oneshot::Sender<Result<(), SuperviseError>>>>,
     timer: Option<AbortHandle>,
     lifecycle: watch::Sender<Lifecycle>,
+    observer: Observer,
 }
 
 impl Actor for Shell {
@@ -106,6 +107,7 @@ impl Actor for Shell {
             removing: BTreeMap::new(),
             timer: None,
             lifecycle,
+            observer: spec.observer,
         })
     }
 
@@ -398,6 +400,8 @@ impl Running {
     fn note_restart(&self, id: &str, exit: &Exit, delay: Duration) {
         let actor = format!("{}/{id}", self.name);
         tracing::warn!(actor, %exit, delay_ms = delay.as_millis() as u64, "restarting");
+        let times = self.core.children(self.now()).into_iter().find(|child| child.id == id);
+        self.observer.restarted(&actor, times.map_or(0, |child| child.restarts));
         let labels = [("actor", actor), ("reason", exit.class().to_string())];
         metrics::counter!("dunlin_actor_restarts_total", &labels).increment(1);
     }
@@ -408,6 +412,7 @@ impl Running {
         match verdict {
             Verdict::Escalated { .. } => {
                 tracing::error!(supervisor = self.name, %verdict, "escalating");
+                self.observer.escalated(&self.name);
                 Err(verdict.to_string().into())
             }
             _ => {

@@ -1,5 +1,6 @@
 //! What a supervisor is told: strategy, restart rules, intensity, backoff, children.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,6 +8,9 @@ use ractor::ActorCell;
 use serde::{Deserialize, Serialize};
 
 use super::{BoxFuture, Supervisor};
+use crate::Node;
+use crate::address::NodeName;
+use crate::faults::{Fact, Faults, names};
 
 /// What a child's failure means for its siblings.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -184,4 +188,44 @@ pub struct SupervisorSpec {
     pub backoff: Backoff,
     /// In start order.
     pub children: Vec<ChildSpec>,
+    pub observer: Observer,
+}
+
+/// Where a supervisor tells of restarts and escalations, besides logs and metrics.
+#[derive(Clone, Default)]
+pub struct Observer(Option<(NodeName, Faults)>);
+
+impl Observer {
+    pub const fn none() -> Observer {
+        Observer(None)
+    }
+
+    /// Tells the fault hook of the node that the tree belongs to, if one is armed.
+    pub fn of(node: &Node) -> Observer {
+        Observer::new(node.name(), node.faults())
+    }
+
+    pub fn new(node: &NodeName, faults: &Faults) -> Observer {
+        Observer(faults.is_armed().then(|| (node.clone(), faults.clone())))
+    }
+
+    pub(super) fn restarted(&self, actor: &str, times: u32) {
+        self.tell(names::ACTOR_RESTARTED, actor, times.into());
+    }
+
+    pub(super) fn escalated(&self, supervisor: &str) {
+        self.tell(names::ESCALATED, supervisor, 0);
+    }
+
+    fn tell(&self, name: &'static str, subject: &str, key: u64) {
+        let Some((node, faults)) = &self.0 else { return };
+        let (node, subject) = (node.clone(), subject.to_owned());
+        faults.tell(|| Fact { node, name, subject, key, value: 0 });
+    }
+}
+
+impl fmt::Debug for Observer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.0.is_some() { "Observer(armed)" } else { "Observer(none)" })
+    }
 }

@@ -7,7 +7,7 @@ use std::time::Duration;
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
 
 use super::{
-    Backoff, ChildSpec, Exit, Intensity, Restart, Strategy, SuperviseError, Supervisor,
+    Backoff, ChildSpec, Exit, Intensity, Observer, Restart, Strategy, SuperviseError, Supervisor,
     SupervisorHandle, SupervisorSpec, Verdict,
 };
 
@@ -73,6 +73,7 @@ fn spec(strategy: Strategy, max: u32, children: Vec<ChildSpec>) -> SupervisorSpe
         intensity: Intensity { max, within: Duration::from_secs(10) },
         backoff: Backoff::default(),
         children,
+        observer: Observer::none(),
     }
 }
 
@@ -298,6 +299,39 @@ async fn a_child_that_ignores_its_stop_is_killed_at_the_bound() {
     handle.stop().await;
     let took = before.elapsed();
     assert!(took >= Duration::from_secs(3) && took < Duration::from_secs(4), "{took:?}");
+}
+
+/// Keeps what a fault hook hears.
+#[derive(Default)]
+struct Ears(std::sync::Mutex<Vec<(&'static str, String, u64)>>);
+
+impl crate::FaultHook for Ears {
+    fn decide(&self, _: &crate::Site<'_>) -> Option<crate::Action> {
+        None
+    }
+
+    fn observe(&self, fact: &crate::Fact) {
+        self.0.lock().unwrap().push((fact.name, fact.subject.clone(), fact.key));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_fault_hook_hears_of_restarts_and_of_giving_up() {
+    let (journal, ears) = (Journal::default(), Arc::new(Ears::default()));
+    let mut spec = spec(Strategy::OneForOne, 2, vec![worker(&journal, "a", Restart::Permanent)]);
+    let node = crate::NodeName::new("n").unwrap();
+    spec.observer = Observer::new(&node, &crate::Faults::armed(ears.clone()));
+    let handle = Supervisor::spawn(spec, None).await.unwrap();
+    handle.ready().await.unwrap();
+    for _ in 0..3 {
+        entries(&journal, 1).await;
+        send(&handle, "a", Do::Panic).await;
+    }
+    assert!(matches!(handle.wait().await, Verdict::Escalated { .. }));
+    let heard = ears.0.lock().unwrap().clone();
+    let restarted = |times| ("actor.restarted", "node/a".to_string(), times);
+    let gave_up = ("supervisor.escalated", "node".to_string(), 0);
+    assert_eq!(heard, [restarted(1), restarted(2), gave_up]);
 }
 
 #[tokio::test(start_paused = true)]

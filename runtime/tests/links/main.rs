@@ -3,6 +3,7 @@
 #[macro_use]
 mod suite;
 mod harness;
+mod memory_faults;
 mod memory_only;
 mod quic_only;
 

@@ -317,6 +317,10 @@ impl FrameSink for MemorySink {
                     },
                 }
                 let at = self.arrival(frame.len())?;
+                if self.state.dead.load(Ordering::Acquire) {
+                    let network = &self.state.network.0;
+                    network.count(&self.path, |counters| counters.dropped += 1);
+                }
                 let mut bytes = BytesMut::with_capacity(frame.len());
                 bytes.extend_from_slice(&frame.head);
                 bytes.extend_from_slice(&frame.body);
@@ -355,7 +359,6 @@ impl MemorySource {
         let network = &self.state.network.0;
         network.pass(&self.path).await;
         if self.state.dead.load(Ordering::Acquire) {
-            network.count(&self.path, |counters| counters.dropped += 1);
             std::future::pending::<()>().await;
         }
         match sent {
