@@ -1,15 +1,17 @@
 //! `dunlin node`: one node, in this process.
 
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use dunlin_actors::host::Host;
-use dunlin_runtime::NodeName;
+use dunlin_faults::process::inside::Inside;
 use dunlin_runtime::certs::{NodeIdentity, next_incarnation};
 use dunlin_runtime::config::ClusterConfig;
 use dunlin_runtime::procs;
 use dunlin_runtime::telemetry::{LogOptions, init_log};
+use dunlin_runtime::{Action, NodeName, Site};
 use serde_json::json;
 
 use crate::cluster::JOIN_SECONDS;
@@ -36,6 +38,9 @@ pub struct Args {
     /// How many seconds to wait for the other nodes; 0: for ever
     #[arg(long, value_name = "SECONDS", default_value_t = JOIN_SECONDS)]
     wait: u64,
+    /// Take injected faults from the runner at this unix socket (docs/faults.md). For tests only
+    #[arg(long, value_name = "SOCKET", hide = true)]
+    faults: Option<PathBuf>,
 }
 
 pub async fn run(args: Args) -> Result<ExitCode> {
@@ -53,12 +58,16 @@ async fn serve(args: &Args, supervised: bool) -> Result<ExitCode> {
     init_log(&LogOptions::default())?;
     let config = args.config.load()?;
     let name = which(&config, args.name.as_deref())?;
+    let Some(inside) = signals.or(arm(args.faults.as_deref(), &name)).await else {
+        return Ok(ExitCode::from(INTERRUPTED));
+    };
+    let inside = inside?;
     certs::prepare(&config, std::slice::from_ref(&name))?;
     let dir = certs::certs_dir(&config);
     let identity = NodeIdentity::load(&dir, name.as_str())?;
     let incarnation = next_incarnation(&dir, name.as_str())?;
     let join = Duration::from_secs(args.wait);
-    let start = compose::start(&config, &name, identity, incarnation, join);
+    let start = compose::start(&config, &name, identity, incarnation, join, inside.as_ref());
     let Some(host) = signals.or(start).await else { return Ok(ExitCode::from(INTERRUPTED)) };
     let host = host?;
     let http = host.http().map(|address| address.to_string());
@@ -83,6 +92,28 @@ async fn serve(args: &Args, supervised: bool) -> Result<ExitCode> {
                 None => Ok(ExitCode::from(INTERRUPTED)),
             }
         }
+    }
+}
+
+/// Lets a fault runner reach into this node, and asks it whether the node may start.
+async fn arm(socket: Option<&Path>, name: &NodeName) -> Result<Option<Inside>> {
+    let Some(socket) = socket else { return Ok(None) };
+    tracing::warn!(
+        socket = %socket.display(),
+        "FAULTS ARMED: this node breaks on purpose when the runner says so; never serve users with it"
+    );
+    // On a thread of its own: a runner that wants the node to stay away lets it wait.
+    let (tell, told) = tokio::sync::oneshot::channel();
+    let (path, node) = (socket.to_path_buf(), name.clone());
+    std::thread::Builder::new()
+        .name("faults-join".into())
+        .spawn(move || tell.send(Inside::connect(&path, &node)))
+        .context("a thread for --faults")?;
+    let inside = told.await.context("--faults")??;
+    let start = inside.faults().decide(Site::Start { node: name });
+    match start {
+        Some(Action::Fail { text, .. }) => bail!("{text}"),
+        _ => Ok(Some(inside)),
     }
 }
 

@@ -73,7 +73,12 @@ fn render(status: &ClusterStatus, trees: bool) -> String {
 }
 
 fn write_all(out: &mut String, status: &ClusterStatus, trees: bool) -> std::fmt::Result {
-    let ready = if status.ready { "ready" } else { "NOT READY" };
+    let ready = match (status.ready, status.faults_armed) {
+        (true, false) => "ready",
+        (true, true) => "ready · FAULTS ARMED",
+        (false, false) => "NOT READY",
+        (false, true) => "NOT READY · FAULTS ARMED",
+    };
     writeln!(
         out,
         "cluster {} · {} · dunlin {} · {ready}",
@@ -202,6 +207,7 @@ mod tests {
             version: "0.1.0".into(),
             head: "front".into(),
             ready: true,
+            faults_armed: false,
             nodes: vec![NodeStatus {
                 name: "front".into(),
                 address: "127.0.0.1:7400".into(),

@@ -364,6 +364,7 @@ pub struct LoadReport {
     /// Prompt tokens not yet computed, over running and waiting requests.
     pub queued_prompt_tokens: u64,
     pub kv_blocks_total: u64,
+    pub kv_blocks_free: u64,
     pub kv_blocks_live: u64,
     pub kv_blocks_cached: u64,
     pub preemptions_total: u64,

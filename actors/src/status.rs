@@ -12,6 +12,9 @@ pub struct ClusterStatus {
     pub head: String,
     /// Whether a token has gone through the whole pipeline since this node started.
     pub ready: bool,
+    /// Whether the asked node takes injected faults (`dunlin node --faults`).
+    #[serde(default)]
+    pub faults_armed: bool,
     pub nodes: Vec<NodeStatus>,
     pub replicas: Vec<ReplicaState>,
     /// `None` while the head cannot be reached.

@@ -301,13 +301,17 @@ async fn health(State(shared): State<Arc<Shared>>) -> Response {
     } else {
         (shared.ready)()
     };
-    match state {
-        Ok(()) => Json(json!({"status": "ready"})).into_response(),
+    let (code, mut body) = match state {
+        Ok(()) => (StatusCode::OK, json!({"status": "ready"})),
         Err(reason) => {
-            let body = Json(json!({"status": "not ready", "reason": reason}));
-            (StatusCode::SERVICE_UNAVAILABLE, body).into_response()
+            let body = json!({"status": "not ready", "reason": reason});
+            (StatusCode::SERVICE_UNAVAILABLE, body)
         }
+    };
+    if shared.registry.node.faults().is_armed() {
+        body["faults"] = json!("ARMED: this node breaks on purpose");
     }
+    (code, Json(body)).into_response()
 }
 
 async fn metrics_text(State(shared): State<Arc<Shared>>) -> Response {

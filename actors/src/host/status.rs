@@ -44,6 +44,7 @@ pub fn source(
                 version: env!("CARGO_PKG_VERSION").into(),
                 head: options.head.to_string(),
                 ready: ready.borrow().ready,
+                faults_armed: node.faults().is_armed(),
                 nodes: Vec::new(),
                 replicas: match replicas {
                     Ok(PlacementReply::Status(states)) => states,

@@ -72,9 +72,14 @@ pub enum Measure {
     },
     Ended(FinishReason),
     /// A sequence lost its blocks to others.
-    Preempted { request: RequestId },
+    Preempted {
+        request: RequestId,
+    },
     /// So many of its tokens came from the prefix cache.
-    PrefixHit { request: RequestId, tokens: u32 },
+    PrefixHit {
+        request: RequestId,
+        tokens: u32,
+    },
 }
 
 /// The pure core. Holds no KV blocks itself: `kv` is passed in, and must always be the same.
@@ -179,6 +184,7 @@ impl Scheduler {
             waiting: self.waiting() as u32,
             queued_prompt_tokens: open.map(left).sum(),
             kv_blocks_total: usage.total.into(),
+            kv_blocks_free: usage.free.into(),
             kv_blocks_live: usage.live.into(),
             kv_blocks_cached: usage.cached.into(),
             preemptions_total: self.totals.preemptions,

@@ -1,0 +1,131 @@
+//! After the faults: waits until the cluster is whole again, and reads all its books.
+
+use super::client::{Gateway, Orders, Seen};
+use super::run::{Run, is_extra};
+use super::signals;
+use super::wire::{NodeState, ToNode};
+use crate::record::Rest;
+use serde_json::Value;
+use std::collections::BTreeMap;
+use std::time::Duration;
+use tokio::sync::watch;
+
+const PAUSE: Duration = Duration::from_millis(100);
+const ANSWER_WITHIN: Duration = Duration::from_secs(5);
+/// Questions to nodes are numbered from here, so that each run of a question has its own number.
+const FIRST_QUESTION: u64 = 1;
+
+/// Whether the gateway is ready and each configured replica takes requests.
+pub async fn all_serve(gateway: &Gateway) -> bool {
+    let healthy = matches!(gateway.get("/health").await, Some((200, _)));
+    let Some((200, status)) = gateway.get("/cluster/status").await else { return false };
+    let count = |list: &Value| list.as_array().map_or(0, Vec::len);
+    let serving = count(&status["router"]["replicas"]);
+    healthy && serving > 0 && serving == count(&status["replicas"])
+}
+
+/// Reads the books until they are clean or it is `until_us`; says which.
+pub async fn settle(run: &mut Run<'_>, until_us: u64) -> (Rest, bool) {
+    let mut question = FIRST_QUESTION;
+    let mut rest = loop {
+        let rest = look(run, &mut question).await;
+        let open = run.board.read(|seen| seen.open.len());
+        if (is_clean(&rest, run) && open == 0) || run.elapsed_us() >= until_us {
+            break rest;
+        }
+        run.drive(tokio::time::sleep(PAUSE)).await;
+    };
+    let settled = is_clean(&rest, run) && run.board.read(|seen| seen.open.is_empty());
+    rest.probe_right = probe(run).await;
+    // The probe's own blocks go back with a step's delay.
+    (rest, settled)
+}
+
+/// Nothing is held, all is there, and everybody agrees.
+fn is_clean(rest: &Rest, run: &Run<'_>) -> bool {
+    let whole = rest.views.len() == run.nodes.len()
+        && rest.views.iter().all(|(_, view)| view.len() + 1 >= run.nodes.len());
+    whole
+        && rest.open_requests == 0
+        && rest.waiting_requests == 0
+        && rest.live_blocks == 0
+        && rest.audits.is_empty()
+        && rest.queued.is_empty()
+        && rest.replicas_up >= rest.replicas_wanted
+}
+
+async fn look(run: &mut Run<'_>, question: &mut u64) -> Rest {
+    let config = &run.cluster.site.config;
+    let mut names: Vec<String> = config.replicas.iter().map(|r| r.name.clone()).collect();
+    let planned = names.is_empty();
+    if planned {
+        names = (0..config.nodes.len()).map(|at| format!("r{at}")).collect();
+    }
+    let mut rest =
+        Rest { replicas_wanted: if planned { 1 } else { names.len() as u64 }, ..Rest::default() };
+    let mut asked = BTreeMap::new();
+    for node in run.nodes.clone() {
+        *question += 1;
+        let ask = ToNode::Ask { id: *question, replicas: names.clone() };
+        if run.hub.tell(&node, ask) {
+            asked.insert(node.clone(), *question);
+        }
+        let pid = run.board.pid(&node);
+        if let Some(bytes) = pid.and_then(signals::resident) {
+            rest.memory.insert(node, bytes);
+        }
+    }
+    for (node, id) in asked {
+        let board = run.board.clone();
+        let answer = board.wait(ANSWER_WITHIN, |seen| seen.answers.get(&id).cloned());
+        match run.drive(answer).await {
+            Some(state) => take(&mut rest, &node, state),
+            None => rest.audits.push(format!("{node} does not answer")),
+        }
+    }
+    rest
+}
+
+fn take(rest: &mut Rest, node: &str, state: NodeState) {
+    rest.views.insert(node.to_string(), state.peers);
+    for (peer, bytes) in state.queued {
+        rest.queued.insert(format!("{node}/mail to {peer}"), bytes);
+    }
+    for (replica, (load, found)) in state.schedulers {
+        rest.live_blocks += load.kv_blocks_live;
+        let sum = load.kv_blocks_free + load.kv_blocks_cached + load.kv_blocks_live;
+        rest.blocks.insert(replica.clone(), (sum, load.kv_blocks_total));
+        rest.audits.extend(found.iter().map(|what| format!("{node}/{replica}: {what}")));
+    }
+    if let Some(router) = state.router {
+        rest.open_requests = router.open_requests;
+        rest.waiting_requests = router.waiting_requests;
+        rest.replicas_up = router.replicas.len() as u64;
+    }
+}
+
+/// Asks one of the workload's requests again.
+async fn probe(run: &mut Run<'_>) -> bool {
+    let known = run
+        .requests
+        .iter()
+        .find(|(number, info)| !is_extra(**number) && !info.reference.is_empty() && !info.cancels);
+    let Some((number, reference)) = known.map(|(n, info)| (*n, info.reference.clone())) else {
+        return false;
+    };
+    let Some(request) = run.spec(number) else { return false };
+    let gateway = run.gateway.clone();
+    let asking = async move {
+        let (_keep, mut orders) = watch::channel(Orders::default());
+        let mut tokens = Vec::new();
+        let mut finished = false;
+        let mut tell = |_, seen| match seen {
+            Seen::Token { text, .. } => tokens.push(text),
+            Seen::Ended { code, .. } => finished = code == "finished",
+            _ => {}
+        };
+        gateway.follow(&request, "probe", &mut orders, &mut tell).await;
+        finished && tokens == reference
+    };
+    run.drive(asking).await
+}
