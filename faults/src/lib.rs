@@ -10,6 +10,7 @@
 
 pub mod armory;
 pub mod catalog;
+pub mod coverage;
 pub mod draw;
 pub mod events;
 pub mod fault;
@@ -20,3 +21,4 @@ pub mod record;
 pub mod report;
 pub mod resolved;
 pub mod schedule;
+pub mod verdict;

@@ -240,10 +240,13 @@ impl Plan {
     pub fn set(&mut self, key: &str, value: &str) -> Result<(), PlanError> {
         let mut source = self.source.clone();
         source.set(key, value)?;
-        let text = std::mem::take(&mut self.text);
-        let read = Self::from_source(source, &text, &|path| std::fs::read_to_string(path));
-        self.text = text;
-        *self = read?;
+        // Every cell of a sweep is of the very same cluster file.
+        let load = |path: &Path| match path == Path::new(&self.cluster.file) {
+            true => Ok(self.cluster.text.clone()),
+            false => std::fs::read_to_string(path),
+        };
+        let read = Self::from_source(source, &self.text, &load)?;
+        *self = read;
         Ok(())
     }
 
