@@ -9,10 +9,14 @@
 
 mod holder;
 mod lanes;
+mod shim;
 mod socket;
 mod tls;
+mod wire;
 
+pub use super::rules::Rules;
 pub use socket::SocketHook;
+pub use wire::{WireCounters, WireFaults};
 
 use super::{
     BindError, BoxFuture, CloseCode, CloseReason, DialError, Endpoint, FrameSink, FrameSource,
@@ -23,8 +27,9 @@ use crate::certs::NodeIdentity;
 use crate::options::ms;
 use parking_lot::Mutex;
 use quinn::{ConnectionError, TransportConfig, VarInt};
+use shim::ShimSocket;
 use std::net::SocketAddr;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 use tokio::sync::{Semaphore, mpsc};
 
@@ -45,7 +50,9 @@ pub struct QuicOptions {
     pub handshake_ms: u64,
     /// Streams that a peer may have open: mail lanes and flows.
     pub streams: u32,
-    /// Wraps the socket, to inject faults.
+    /// Faults of this node's datagrams; only where a fault plan is armed.
+    pub wire: Option<WireFaults>,
+    /// Wraps the socket, for faults of other kinds.
     pub hook: Option<Arc<dyn SocketHook>>,
 }
 
@@ -59,6 +66,7 @@ impl Default for QuicOptions {
             half_open: 64,
             handshake_ms: 2000,
             streams: 512,
+            wire: None,
             hook: None,
         }
     }
@@ -68,11 +76,51 @@ impl Default for QuicOptions {
 pub struct QuicTransport {
     identity: Arc<NodeIdentity>,
     options: QuicOptions,
+    roster: Arc<Roster>,
+}
+
+/// The links of a transport, for faults that hit a connection, and the socket under them.
+#[derive(Default)]
+struct Roster {
+    wire: Option<WireFaults>,
+    links: Mutex<Vec<Weak<QuicLink>>>,
+    shim: Mutex<Weak<ShimSocket>>,
 }
 
 impl QuicTransport {
     pub fn new(identity: Arc<NodeIdentity>, options: QuicOptions) -> Self {
-        Self { identity, options }
+        let roster = Arc::new(Roster { wire: options.wire.clone(), ..Roster::default() });
+        Self { identity, options, roster }
+    }
+
+    /// Fault `conn.half_open`: this node drops the state of its connection with `peer` and tells
+    /// nobody; what the peer goes on sending is not heard. Says how many there were; always 0
+    /// without [`QuicOptions::wire`].
+    pub fn half_open(&self, peer: &NodeName) -> usize {
+        let Some(wire) = &self.options.wire else { return 0 };
+        let links = self.roster.links_with(peer);
+        if !links.is_empty() {
+            wire.forget(peer);
+        }
+        for link in &links {
+            // The close frame does not pass the shim any more.
+            link.close(CloseReason::new(CloseCode::Lost, "the connection's state was lost"));
+        }
+        links.len()
+    }
+
+    /// Fault `link.rebind`: the connection with `peer` goes on from another port, as behind a NAT
+    /// that forgot it. Only the end that dialled can be moved, as in QUIC itself; `None` if that
+    /// is the peer, or there is no link, or no [`QuicOptions::wire`].
+    pub fn rebind(&self, peer: &NodeName) -> std::io::Result<Option<u16>> {
+        let dialled = self.roster.links_with(peer).iter().any(|link| link.dialled);
+        let shim = self.roster.shim.lock().upgrade();
+        let (Some(wire), Some(shim), true) = (&self.options.wire, shim, dialled) else {
+            return Ok(None);
+        };
+        let port = shim.open_other()?;
+        wire.moved(peer);
+        Ok(Some(port))
     }
 
     fn bind_now(
@@ -86,7 +134,8 @@ impl QuicTransport {
         let client = tls::client(&self.identity, transport);
         let bad = |detail: String| BindError::Certificate { node: name.clone(), detail };
         let (server, client) = (server.map_err(bad)?, client.map_err(bad)?);
-        let socket = socket::open(address, listen, &self.options)?;
+        let (socket, shim) = socket::open(address, listen, &self.options)?;
+        *self.roster.shim.lock() = shim.as_ref().map_or_else(Weak::new, Arc::downgrade);
         let config = endpoint_config(&self.identity, &self.options);
         let runtime = Arc::new(quinn::TokioRuntime);
         let failed = |e: std::io::Error| BindError::Socket {
@@ -103,12 +152,14 @@ impl QuicTransport {
             links,
             self.options.clone(),
             self.identity.cluster_id,
+            self.roster.clone(),
         ));
         Ok(QuicEndpoint {
             endpoint: Mutex::new(Some(endpoint)),
             client,
             local,
             cluster_id: self.identity.cluster_id,
+            roster: self.roster.clone(),
             accepted: tokio::sync::Mutex::new(accepted),
             task: task.abort_handle(),
         })
@@ -174,6 +225,7 @@ struct QuicEndpoint {
     client: quinn::ClientConfig,
     local: SocketAddr,
     cluster_id: [u8; 16],
+    roster: Arc<Roster>,
     accepted: tokio::sync::Mutex<mpsc::Receiver<Arc<dyn Link>>>,
     task: tokio::task::AbortHandle,
 }
@@ -197,6 +249,9 @@ impl Endpoint for QuicEndpoint {
             let mut last =
                 resolve("it resolves to nothing that this node's socket can reach".into());
             for target in found.filter(|a| a.is_ipv4() || self.local.is_ipv6()) {
+                if let Some(wire) = &self.roster.wire {
+                    wire.name(peer, target);
+                }
                 let connecting = endpoint
                     .connect_with(self.client.clone(), target, &name)
                     .map_err(|e| match e {
@@ -205,8 +260,8 @@ impl Endpoint for QuicEndpoint {
                     })?;
                 match connecting.await {
                     Ok(connection) => {
-                        let cluster_id = self.cluster_id;
-                        return Ok(Arc::new(QuicLink { connection, cluster_id }) as Arc<dyn Link>);
+                        let link = self.roster.link(connection, self.cluster_id, true);
+                        return Ok(link as Arc<dyn Link>);
                     }
                     Err(error) => last = dial_error(address, error),
                 }
@@ -243,6 +298,7 @@ async fn accept_all(
     links: mpsc::Sender<Arc<dyn Link>>,
     options: QuicOptions,
     cluster_id: [u8; 16],
+    roster: Arc<Roster>,
 ) {
     let room = Arc::new(Semaphore::new(options.half_open.max(1)));
     while let Some(incoming) = endpoint.accept().await {
@@ -258,12 +314,13 @@ async fn accept_all(
             continue;
         };
         let (links, limit) = (links.clone(), ms(options.handshake_ms));
+        let roster = roster.clone();
         tokio::spawn(async move {
             let from = incoming.remote_address();
             match tokio::time::timeout(limit, incoming).await {
                 Ok(Ok(connection)) => {
-                    let link = QuicLink { connection, cluster_id };
-                    if let Err(refused) = links.try_send(Arc::new(link)) {
+                    let link = roster.link(connection, cluster_id, false);
+                    if let Err(refused) = links.try_send(link) {
                         let reason = CloseReason::new(CloseCode::Refused, "too many links at once");
                         refused.into_inner().close(reason);
                     }
@@ -283,6 +340,47 @@ async fn accept_all(
 struct QuicLink {
     connection: quinn::Connection,
     cluster_id: [u8; 16],
+    dialled: bool,
+    wire: Option<WireFaults>,
+}
+
+impl QuicLink {
+    /// Tells the wire whose the peer's address is, which changes when the peer migrates.
+    fn name_address(&self) {
+        let Some(wire) = &self.wire else { return };
+        for name in self.proven_names().iter().filter_map(|name| NodeName::new(name).ok()) {
+            wire.name(&name, self.connection.remote_address());
+        }
+    }
+}
+
+impl Roster {
+    fn link(
+        &self,
+        connection: quinn::Connection,
+        cluster_id: [u8; 16],
+        dialled: bool,
+    ) -> Arc<QuicLink> {
+        let wire = self.wire.clone();
+        let link = Arc::new(QuicLink { connection, cluster_id, dialled, wire });
+        if self.wire.is_some() {
+            link.name_address();
+            let mut links = self.links.lock();
+            links.retain(|link| link.strong_count() > 0);
+            links.push(Arc::downgrade(&link));
+        }
+        link
+    }
+
+    /// Those that are open.
+    fn links_with(&self, peer: &NodeName) -> Vec<Arc<QuicLink>> {
+        let mut links: Vec<_> = self.links.lock().iter().filter_map(Weak::upgrade).collect();
+        links.retain(|link| {
+            let theirs = link.proven_names().iter().any(|name| name == peer.as_str());
+            theirs && link.connection.close_reason().is_none()
+        });
+        links
+    }
 }
 
 impl Link for QuicLink {
@@ -314,6 +412,7 @@ impl Link for QuicLink {
     }
 
     fn stats(&self) -> LinkStats {
+        self.name_address();
         let path = self.connection.stats().path;
         LinkStats { rtt: Some(path.rtt), lost_packets: path.lost_packets }
     }

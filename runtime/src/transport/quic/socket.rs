@@ -5,6 +5,7 @@
 //! wrapper caps the packets per call to what fits.
 
 use super::super::BindError;
+use super::shim::ShimSocket;
 use super::{QuicOptions, holder};
 use quinn::udp::{RecvMeta, Transmit};
 use quinn::{AsyncUdpSocket, Runtime, UdpPoller};
@@ -28,7 +29,7 @@ pub(super) fn open(
     address: SocketAddr,
     listen: &str,
     options: &QuicOptions,
-) -> Result<Arc<dyn AsyncUdpSocket>, BindError> {
+) -> Result<(Arc<dyn AsyncUdpSocket>, Option<Arc<ShimSocket>>), BindError> {
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::AddrInUse => BindError::InUse {
             address: listen.to_owned(),
@@ -46,12 +47,17 @@ pub(super) fn open(
     let _ = socket.set_send_buffer_size(options.socket_buffer);
     socket.bind(&address.into()).map_err(failed)?;
     let socket = quinn::TokioRuntime.wrap_udp_socket(socket.into()).map_err(failed)?;
+    let shim = options.wire.as_ref().map(|wire| wire.socket(socket.clone()));
+    let socket = match &shim {
+        Some(shim) => shim.clone(),
+        None => socket,
+    };
     let socket = match &options.hook {
         Some(hook) => hook.wrap(socket),
         None => socket,
     };
     let segments = (MAX_DATAGRAM / usize::from(options.max_udp_payload.max(1200))).max(1);
-    Ok(Arc::new(CappedSocket { inner: socket, segments }))
+    Ok((Arc::new(CappedSocket { inner: socket, segments }), shim))
 }
 
 #[derive(Debug)]
