@@ -24,7 +24,7 @@ use std::time::Duration;
 const LIMBS: usize = 4;
 
 /// The entry and the state that stand for NaN. A hash is never taken for it in practice (2^-64).
-const NOT_FINITE: u64 = u64::MAX;
+const NOT_FINITE: u64 = 0x7ff8_0bad_f00d_7ff8;
 
 /// Shape of the pretended model.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]

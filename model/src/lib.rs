@@ -11,6 +11,7 @@ pub mod forward;
 pub mod gguf;
 pub mod hash_engine;
 pub mod loader;
+pub mod manifest;
 mod map;
 pub mod safetensors;
 pub mod sampler;

@@ -7,6 +7,7 @@ use crate::chat::ChatTemplate;
 use crate::describe::{from_config, from_gguf};
 use crate::error::LoadError;
 use crate::gguf::Gguf;
+use crate::manifest::Manifest;
 use crate::map::{read_json, read_text};
 use crate::safetensors::{INDEX, SINGLE, SafeTensors};
 use crate::spec::ModelSpec;
@@ -15,6 +16,7 @@ use dunlin_backend::HostTensor;
 use serde_json::Value;
 use sha2::{Digest, Sha256};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// Largest JSON file read beside the weights (config, tokenizer settings).
 const MAX_JSON: u64 = 16 << 20;
@@ -31,6 +33,8 @@ pub struct ModelFiles {
     path: PathBuf,
     spec: ModelSpec,
     weights: Weights,
+    /// What the tensors must be, where that is known.
+    manifest: Option<Arc<Manifest>>,
 }
 
 #[derive(Debug, Clone)]
@@ -72,7 +76,7 @@ impl ModelFiles {
     fn from_gguf(path: &Path) -> Result<Self, LoadError> {
         let file = Gguf::open(path)?;
         let spec = from_gguf(&file)?;
-        Ok(Self { path: path.to_owned(), spec, weights: Weights::Gguf(file) })
+        Ok(Self { path: path.to_owned(), spec, weights: Weights::Gguf(file), manifest: None })
     }
 
     fn from_folder(folder: &Path, config_path: &Path) -> Result<Self, LoadError> {
@@ -80,7 +84,40 @@ impl ModelFiles {
         let spec = from_config(config_path, &config)?;
         let tensors = SafeTensors::open_folder(folder)?;
         let weights = Weights::Folder { folder: folder.to_owned(), config, tensors };
-        Ok(Self { path: folder.to_owned(), spec, weights })
+        Ok(Self { path: folder.to_owned(), spec, weights, manifest: None })
+    }
+
+    /// From now on every tensor is compared with this as it is loaded.
+    pub fn hold_to(&mut self, manifest: Manifest) {
+        self.manifest = Some(Arc::new(manifest));
+    }
+
+    /// Whether the tensor's bytes are what the manifest says; all are well where there is none.
+    pub fn verify(&self, tensor: &HostTensor) -> Result<(), LoadError> {
+        match &self.manifest {
+            Some(manifest) => manifest.check(&self.path, tensor),
+            None => Ok(()),
+        }
+    }
+
+    /// All tensors in the file, sorted.
+    pub fn tensor_names(&self) -> Vec<String> {
+        match &self.weights {
+            Weights::Gguf(file) => file.tensors().keys().cloned().collect(),
+            Weights::Folder { tensors, .. } => tensors.names().map(|n| n.to_string()).collect(),
+        }
+    }
+
+    /// BLAKE3 of what describes the tensors: the GGUF header, or every safetensors header.
+    pub fn header_hash(&self) -> String {
+        let mut hash = blake3::Hasher::new();
+        match &self.weights {
+            Weights::Gguf(file) => sized(&mut hash, file.header()),
+            Weights::Folder { tensors, .. } => {
+                tensors.shards().iter().for_each(|shard| sized(&mut hash, &shard.header()));
+            }
+        }
+        hash.finalize().to_hex().to_string()
     }
 
     /// What was opened: the file, or the folder.

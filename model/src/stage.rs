@@ -4,8 +4,10 @@ use crate::engine::StageSpec;
 use crate::error::LoadError;
 use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
 use crate::split::{RankSplit, SplitError, plan_split};
-use crate::weights::{WeightId, WeightSource, has_weight, norms_lack_one, weight};
+use crate::weights::{WeightId, WeightSource, has_weight, norms_lack_one, tensor_of, weight};
 use dunlin_backend::{Backend, BackendError, HostTensor, Part, Rope, quant};
+use std::cell::RefCell;
+use std::collections::BTreeSet;
 use std::sync::Arc;
 
 /// Everything immutable that a shard computes with; shared by its lives.
@@ -23,6 +25,8 @@ pub struct StageWeights<B: Backend> {
     pub head: Option<B::Weight>,
     pub rope: Rope,
     pub rope_local: Rope,
+    /// Name of each of [`Self::matrices`] in its file, and the sum of its bytes on the device.
+    loaded: Vec<(String, Option<u64>)>,
 }
 
 /// One transformer block.
@@ -65,11 +69,40 @@ pub enum StageError {
         "tensor '{name}' is [{rows}, {cols}], the model's shape asks for [{want_rows}, {want_cols}]"
     )]
     Shape { name: String, rows: usize, cols: usize, want_rows: usize, want_cols: usize },
+    #[error("the weights could not be verified: {0}")]
+    Verify(String),
+}
+
+/// A matrix that no longer is on the device what was loaded.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Changed {
+    pub tensor: String,
+    pub was: u64,
+    pub is: u64,
 }
 
 impl<B: Backend> StageWeights<B> {
-    /// Reads and uploads the stage's part of the model.
+    /// Reads and uploads the stage's part of the model. Meanwhile every tensor of it is compared
+    /// with what the source says it must be; one that differs is refused.
     pub fn load(
+        backend: &B,
+        source: &dyn WeightSource,
+        stage: &StageSpec,
+    ) -> Result<Self, StageError> {
+        let verify = || verify_tensors(source, stage);
+        std::thread::scope(|scope| {
+            let verified = scope.spawn(verify);
+            let weights = Self::upload(backend, source, stage);
+            let verified = verified.join();
+            let weights = weights?;
+            match verified {
+                Ok(verified) => verified.map(|()| weights),
+                Err(_) => Err(StageError::Verify("the thread that did it panicked".into())),
+            }
+        })
+    }
+
+    fn upload(
         backend: &B,
         source: &dyn WeightSource,
         stage: &StageSpec,
@@ -81,7 +114,8 @@ impl<B: Backend> StageWeights<B> {
             return Err(StageError::Stage { begin, end, rank, ranks, have });
         }
         let split = plan_split(&spec, stage.ranks)?.swap_remove(stage.rank);
-        let loader = Loader { backend, source, spec: &spec, split: &split };
+        let loaded = RefCell::default();
+        let loader = Loader { backend, source, spec: &spec, split: &split, loaded: &loaded };
         let tied = is_tied(source);
         let (vocab, hidden) = (spec.vocab, spec.hidden);
         let embedding = match stage.first {
@@ -113,7 +147,41 @@ impl<B: Backend> StageWeights<B> {
             rope,
             rope_local,
             spec,
+            loaded: loaded.into_inner(),
         })
+    }
+
+    /// Every matrix, in the order in which they were loaded.
+    pub fn matrices(&self) -> Vec<&B::Weight> {
+        let mut all: Vec<&B::Weight> = self.embedding.iter().chain(&self.head).collect();
+        for layer in &self.layers {
+            all.extend([&layer.q, &layer.k, &layer.v, &layer.attn_out]);
+            match &layer.ffn {
+                FfnWeights::Dense { gate, up, down } => all.extend([gate, up, down]),
+                FfnWeights::Mixture { router, gate, up, down } => {
+                    all.push(router);
+                    all.extend(gate.iter().chain(up).chain(down));
+                }
+            }
+        }
+        all
+    }
+
+    /// What matrix `index` of [`Self::matrices`] is called in its file.
+    pub fn name_of(&self, index: usize) -> &str {
+        self.loaded.get(index).map_or("", |(name, _)| name)
+    }
+
+    /// Sums up every matrix on the device and compares with what was loaded.
+    pub fn verify(&self, backend: &B) -> Result<(), Changed> {
+        for (matrix, (tensor, was)) in self.matrices().into_iter().zip(&self.loaded) {
+            if let (Some(was), Some(is)) = (*was, backend.weight_sum(matrix))
+                && was != is
+            {
+                return Err(Changed { tensor: tensor.clone(), was, is });
+            }
+        }
+        Ok(())
     }
 
     /// Whether these are the weights that `stage` computes with.
@@ -124,17 +192,7 @@ impl<B: Backend> StageWeights<B> {
 
     /// Device bytes of the matrices (norms are small).
     pub fn bytes(&self, backend: &B) -> u64 {
-        let size = |w: &B::Weight| backend.weight_bytes(w);
-        let layers = self.layers.iter().map(|l| {
-            let ffn = match &l.ffn {
-                FfnWeights::Dense { gate, up, down } => size(gate) + size(up) + size(down),
-                FfnWeights::Mixture { router, gate, up, down } => {
-                    size(router) + gate.iter().chain(up).chain(down).map(size).sum::<u64>()
-                }
-            };
-            size(&l.q) + size(&l.k) + size(&l.v) + size(&l.attn_out) + ffn
-        });
-        layers.sum::<u64>() + self.embedding.iter().chain(&self.head).map(size).sum::<u64>()
+        self.matrices().into_iter().map(|w| backend.weight_bytes(w)).sum()
     }
 }
 
@@ -225,11 +283,47 @@ fn scaled(base: f64, index: usize, scaling: &RopeScaling) -> f64 {
     }
 }
 
+/// Compares every tensor that the stage reads with what the source says it must be.
+fn verify_tensors(source: &dyn WeightSource, stage: &StageSpec) -> Result<(), StageError> {
+    let mut seen = BTreeSet::new();
+    for id in stage_ids(source, stage) {
+        // What the model lacks, or has in another shape, is the upload's to refuse.
+        let Ok(tensor) = tensor_of(source, id) else { continue };
+        if seen.insert(tensor.name.clone()) {
+            source.verify(&tensor)?;
+        }
+    }
+    Ok(())
+}
+
+/// Everything that a stage may read, absent tensors included.
+fn stage_ids(source: &dyn WeightSource, stage: &StageSpec) -> Vec<WeightId> {
+    use WeightId::*;
+    let mut ids = Vec::new();
+    if stage.first {
+        ids.push(TokenEmbedding);
+    }
+    if stage.last {
+        ids.extend([OutputNorm, if is_tied(source) { TokenEmbedding } else { Output }]);
+    }
+    let experts = source.spec().moe.as_ref().map_or(0, |moe| moe.experts);
+    for l in stage.layers.clone() {
+        ids.extend([AttnNorm(l), Q(l), K(l), V(l), AttnOut(l), FfnNorm(l)]);
+        ids.extend([QBias(l), KBias(l), VBias(l), QNorm(l), KNorm(l)]);
+        ids.extend([PostAttnNorm(l), PostFfnNorm(l), Gate(l), Up(l), Down(l), Router(l)]);
+        let expert = |e| [ExpertGate(l, e), ExpertUp(l, e), ExpertDown(l, e)];
+        ids.extend((0..experts).flat_map(expert));
+    }
+    ids.into_iter().filter(|id| has_weight(source, *id)).collect()
+}
+
 struct Loader<'a, B: Backend> {
     backend: &'a B,
     source: &'a dyn WeightSource,
     spec: &'a ModelSpec,
     split: &'a RankSplit,
+    /// See [`StageWeights::loaded`].
+    loaded: &'a RefCell<Vec<(String, Option<u64>)>>,
 }
 
 impl<B: Backend> Loader<'_, B> {
@@ -312,7 +406,10 @@ impl<B: Backend> Loader<'_, B> {
     ) -> Result<B::Weight, StageError> {
         let tensor = self.checked(id, all_rows, all_cols)?;
         let cols = cols.unwrap_or(0..all_cols);
-        Ok(self.backend.weight(&tensor, &Part { rows, cols })?)
+        let matrix = self.backend.weight(&tensor, &Part { rows, cols })?;
+        let sum = self.backend.weight_sum(&matrix);
+        self.loaded.borrow_mut().push((tensor.name, sum));
+        Ok(matrix)
     }
 
     fn norm(&self, id: WeightId, len: usize) -> Result<B::Tensor, StageError> {

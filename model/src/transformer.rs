@@ -4,13 +4,13 @@
 //! of queues, of who owns which block, or of how activations travel.
 
 use crate::engine::{
-    Batch, BatchSeq, Collective, Engine, EngineError, SampleFailure, Sampled, StageOutput,
+    Batch, BatchSeq, Collective, Engine, EngineError, Flip, SampleFailure, Sampled, StageOutput,
     StageSpec,
 };
 use crate::forward::{self, Rows, Workspace};
 use crate::sampler;
 use crate::sampling::TokenLogprob;
-use crate::stage::{SharedStage, StageWeights};
+use crate::stage::{Changed, SharedStage, StageWeights};
 use dunlin_backend::{Backend, BackendError, KvSpec, SeqRows};
 use std::sync::Arc;
 
@@ -21,6 +21,8 @@ pub struct TransformerEngine<B: Backend> {
     stage: StageSpec,
     kv: B::Kv,
     workspace: Workspace<B>,
+    /// The requests whose logits are NaN in the coming step.
+    poisoned: Vec<u64>,
 }
 
 impl<B: Backend> TransformerEngine<B> {
@@ -42,7 +44,7 @@ impl<B: Backend> TransformerEngine<B> {
             block_tokens: stage.block_tokens,
         })?;
         let workspace = Workspace::new(backend.as_ref(), &weights, stage.max_tokens)?;
-        Ok(Self { backend, weights, stage, kv, workspace })
+        Ok(Self { backend, weights, stage, kv, workspace, poisoned: Vec::new() })
     }
 }
 
@@ -80,11 +82,87 @@ impl<B: Backend> Engine for TransformerEngine<B> {
         let rows = Rows { seqs: &seqs, positions: &positions };
         forward::layers(backend, weights, &rows, &mut self.kv, group, ws)?;
         if self.stage.last {
-            return self.draw(batch, group).map(StageOutput::Sampled);
+            let mut drawn = self.draw(batch, group)?;
+            self.poisoned.clear();
+            blame_input(batch, input, self.weights.spec.hidden, &mut drawn);
+            return Ok(StageOutput::Sampled(drawn));
         }
         let mut hidden = Vec::new();
         backend.download(&ws.x, &mut hidden)?;
         Ok(StageOutput::Hidden(hidden))
+    }
+
+    fn verify(&self) -> Result<(), EngineError> {
+        self.weights.verify(self.backend.as_ref()).map_err(|changed| {
+            let Changed { tensor, was, is } = changed;
+            EngineError::Weights { device: self.backend.info().id, tensor, was, is }
+        })
+    }
+
+    fn flip_kv(
+        &mut self,
+        layer: usize,
+        block: u32,
+        slot: usize,
+        bit: u32,
+    ) -> Result<Flip, EngineError> {
+        let (before, after) = self.backend.kv_flip(&mut self.kv, layer, block, slot, bit)?;
+        let place = format!("KV entry at slot {slot} of block {block}, layer {layer}");
+        Ok(Flip { place, before: before.into(), after: after.into() })
+    }
+
+    fn flip_weight(&mut self, index: u64, bit: u32) -> Result<Flip, EngineError> {
+        let backend = self.backend.as_ref();
+        let matrices = self.weights.matrices();
+        let words = |w: &B::Weight| backend.weight_bytes(w) / 4;
+        let total: u64 = matrices.iter().map(|w| words(w)).sum();
+        let mut word = index % total.max(1);
+        for (i, matrix) in matrices.into_iter().enumerate() {
+            if word < words(matrix) {
+                let (before, after) = backend.weight_flip(matrix, word, bit % 32)?;
+                let place = format!("word {word} of weight '{}'", self.weights.name_of(i));
+                return Ok(Flip { place, before: before.into(), after: after.into() });
+            }
+            word -= words(matrix);
+        }
+        Err(EngineError::Unsupported("flip a weight: it has none"))
+    }
+
+    fn poison(&mut self, request: u64) -> Result<(), EngineError> {
+        if !self.stage.last || self.stage.rank > 0 {
+            let why = "spoil logits: only the first rank of the last stage draws from any";
+            return Err(EngineError::Unsupported(why));
+        }
+        self.poisoned.push(request);
+        Ok(())
+    }
+
+    fn read_block(&self, block: u32) -> Result<Vec<u8>, EngineError> {
+        Ok(self.backend.kv_read(&self.kv, block)?)
+    }
+
+    fn write_block(&mut self, block: u32, content: &[u8]) -> Result<(), EngineError> {
+        Ok(self.backend.kv_put(&mut self.kv, block, content)?)
+    }
+}
+
+/// Logits of activations that were not finite already are the fault of an earlier stage.
+fn blame_input(batch: &Batch, input: Option<&[f32]>, hidden: usize, drawn: &mut [Sampled]) {
+    let Some(mut rest) = input else { return };
+    if drawn.iter().all(|one| one.token != Err(SampleFailure::NotFinite)) {
+        return;
+    }
+    for seq in &batch.seqs {
+        let (rows, after) = rest.split_at((seq.tokens.len() * hidden).min(rest.len()));
+        rest = after;
+        if rows.iter().all(|value| value.is_finite()) {
+            continue;
+        }
+        for one in drawn.iter_mut().filter(|one| one.request == seq.request) {
+            if one.token == Err(SampleFailure::NotFinite) {
+                one.token = Err(SampleFailure::NotFiniteInput);
+            }
+        }
     }
 }
 
@@ -166,11 +244,14 @@ impl<B: Backend> TransformerEngine<B> {
         let rows: Vec<u32> = wanted.iter().map(|w| w.row as u32).collect();
         let mut draws: Vec<Option<Sampled>> = batch.seqs.iter().map(nothing_yet).collect();
         let draws_here = self.stage.rank == 0;
-        let backend = self.backend.as_ref();
+        let (backend, poisoned) = (self.backend.as_ref(), &self.poisoned);
         forward::logits(backend, &self.weights, &rows, group, &mut self.workspace, |i, logits| {
             let want = &wanted[i];
             if !draws_here {
                 return;
+            }
+            if poisoned.contains(&batch.seqs[want.seq].request) {
+                logits.fill(f32::NAN);
             }
             if let Some(sampled) = &mut draws[want.seq] {
                 look(&batch.seqs[want.seq], want.offset, want.last, logits, sampled);
@@ -199,7 +280,14 @@ fn nothing_yet(seq: &BatchSeq) -> Option<Sampled> {
 
 /// Reads what is wanted from the logits at `offset` of the chunk; may change them.
 fn look(seq: &BatchSeq, offset: usize, last: bool, logits: &mut [f32], into: &mut Sampled) {
+    if into.token == Err(SampleFailure::NotFinite) {
+        return;
+    }
     if let Some(ask) = &seq.prompt_logprobs {
+        if logits.iter().any(|logit| !logit.is_finite()) {
+            into.token = Err(SampleFailure::NotFinite);
+            return;
+        }
         let next = seq.tokens.get(offset + 1).copied().or(ask.next);
         if let Some(next) = next {
             let entry: TokenLogprob = sampler::logprob_of(logits, next, ask.top);

@@ -21,6 +21,10 @@ pub trait WeightSource: Send + Sync {
     fn layout(&self) -> NameLayout;
     fn tensor(&self, file_name: &str) -> Result<HostTensor, LoadError>;
     fn has(&self, file_name: &str) -> bool;
+    /// Whether the whole tensor is what it was when the file was first read.
+    fn verify(&self, _tensor: &HostTensor) -> Result<(), LoadError> {
+        Ok(())
+    }
 }
 
 impl WeightSource for ModelFiles {
@@ -35,6 +39,9 @@ impl WeightSource for ModelFiles {
     }
     fn has(&self, file_name: &str) -> bool {
         ModelFiles::has(self, file_name)
+    }
+    fn verify(&self, tensor: &HostTensor) -> Result<(), LoadError> {
+        ModelFiles::verify(self, tensor)
     }
 }
 
@@ -94,6 +101,14 @@ pub fn weight(source: &dyn WeightSource, id: WeightId) -> Result<HostTensor, Loa
                 _ => Ok(tensor),
             }
         }
+    }
+}
+
+/// The file's tensor that [`weight`] takes `id` from, whole.
+pub fn tensor_of(source: &dyn WeightSource, id: WeightId) -> Result<HostTensor, LoadError> {
+    match source.layout() {
+        NameLayout::HuggingFace => source.tensor(&hugging_face_name(source.spec().family, id)),
+        NameLayout::Gguf => source.tensor(&gguf_name(id)),
     }
 }
 

@@ -60,7 +60,8 @@ impl SchedulerConfig {
             max_running: self.max_running.max(1),
             in_flight: self.in_flight.unwrap_or(stages).max(1),
             step_target: self.step_target,
-            step_deadline: self.step_deadline,
+            // Shards speak first: they can say who waits for what.
+            step_deadline: self.step_deadline + self.step_deadline / 4,
             context_tokens: context_tokens.max(1),
         }
     }

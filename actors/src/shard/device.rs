@@ -1,16 +1,22 @@
-//! The device thread: runs batches in order and turns panics into failures.
+//! The device thread: runs batches in order and turns panics into failures. In simulations a task
+//! takes its place (see `inline.rs`).
 
 use super::flows::Wires;
+use super::inline;
+use crate::engines::Compute;
 use crate::messages::RequestId;
-use dunlin_model::engine::{Batch, Engine, EngineError, Sampled, StageOutput};
+use dunlin_model::engine::{Batch, Engine, EngineError, SampleFailure, Sampled, StageOutput};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
-use std::time::Instant;
+use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
+use tokio::time::Instant;
 
 /// One step to run.
 pub struct Job {
     pub step: u64,
     pub batch: Batch,
+    /// See [`Engine::begin`].
+    pub claims: Vec<u64>,
 }
 
 /// How a step ended.
@@ -22,10 +28,24 @@ pub enum Outcome {
     Failed { step: u64, reason: String, suspects: Vec<RequestId> },
 }
 
+impl Outcome {
+    pub fn step(&self) -> u64 {
+        match self {
+            Outcome::Done { step, .. } | Outcome::Failed { step, .. } => *step,
+        }
+    }
+}
+
 /// Handle to the thread. The queue's length is bounded by the scheduler's credit: at most as many
 /// steps are in flight as the replica has stages.
 pub struct Device {
-    jobs: Option<Sender<Job>>,
+    jobs: Jobs,
+}
+
+enum Jobs {
+    Thread(Sender<Job>),
+    Task(UnboundedSender<Job>),
+    Stopped,
 }
 
 impl Device {
@@ -33,23 +53,33 @@ impl Device {
         name: String,
         engine: Box<dyn Engine>,
         wires: Wires,
+        compute: Compute,
         report: impl Fn(Outcome) + Send + 'static,
     ) -> std::io::Result<Self> {
+        if let Compute::Inline { step_cost, token_cost } = compute {
+            let (jobs, queue) = unbounded_channel();
+            tokio::spawn(inline::serve(engine, wires, queue, (step_cost, token_cost), report));
+            return Ok(Self { jobs: Jobs::Task(jobs) });
+        }
         let (jobs, queue) = channel();
         std::thread::Builder::new()
             .name(format!("shard {name}"))
             .spawn(move || serve(engine, wires, queue, report))?;
-        Ok(Self { jobs: Some(jobs) })
+        Ok(Self { jobs: Jobs::Thread(jobs) })
     }
 
     pub fn run(&self, job: Job) -> Result<(), String> {
-        let gone = || "the device thread has ended".to_string();
-        self.jobs.as_ref().ok_or_else(gone)?.send(job).map_err(|_| gone())
+        let taken = match &self.jobs {
+            Jobs::Thread(jobs) => jobs.send(job).is_ok(),
+            Jobs::Task(jobs) => jobs.send(job).is_ok(),
+            Jobs::Stopped => false,
+        };
+        if taken { Ok(()) } else { Err("the device thread has ended".to_string()) }
     }
 
     /// Lets the thread end after the step it is in. Does not wait: the step may hang.
     pub fn stop(&mut self) {
-        self.jobs = None;
+        self.jobs = Jobs::Stopped;
     }
 }
 
@@ -69,31 +99,52 @@ fn serve(
                 continue;
             }
             Ok(Err(failure)) => failure,
-            Err(panic) => Failure { reason: format!("panic: {}", panic_text(&panic)), own: true },
+            Err(panic) => Failure { reason: format!("panic: {}", panic_text(&*panic)), own: true },
         };
-        let suspects = match failure.own {
-            true => job.batch.seqs.iter().map(|s| RequestId(s.request)).collect(),
-            false => Vec::new(),
-        };
-        report(Outcome::Failed { step: job.step, reason: failure.reason, suspects });
+        report(failure.outcome(&job));
         return;
     }
 }
 
-struct Failure {
-    reason: String,
+/// Why a step failed.
+pub struct Failure {
+    pub reason: String,
     /// This shard's own doing, rather than a peer's.
-    own: bool,
+    pub own: bool,
+}
+
+impl Failure {
+    pub fn peer(reason: String) -> Self {
+        Self { reason, own: false }
+    }
+
+    pub fn engine(error: &EngineError) -> Self {
+        // No request is to blame for a peer, or for weights that have changed in memory.
+        let others = matches!(error, EngineError::Collective(_) | EngineError::Weights { .. });
+        Self { reason: error.to_string(), own: !others }
+    }
+
+    pub fn outcome(self, job: &Job) -> Outcome {
+        let suspects = match self.own {
+            true => job.batch.seqs.iter().map(|s| RequestId(s.request)).collect(),
+            false => Vec::new(),
+        };
+        Outcome::Failed { step: job.step, reason: self.reason, suspects }
+    }
 }
 
 fn step(engine: &mut dyn Engine, wires: &mut Wires, job: &Job) -> Result<Vec<Sampled>, Failure> {
-    let peer = |reason: String| Failure { reason, own: false };
+    let peer = Failure::peer;
     wires.begin(job.step, &job.batch);
     let input = wires.receive(job.batch.tokens() * engine.hidden()).map_err(peer)?;
-    let output = engine.step(&job.batch, input.as_deref(), wires.group()).map_err(|error| {
-        let own = !matches!(error, EngineError::Collective(_));
-        Failure { reason: error.to_string(), own }
-    })?;
+    let pause = engine.begin(job.step, &job.batch, &job.claims);
+    if !pause.is_zero() {
+        std::thread::sleep(pause);
+    }
+    let output = engine.step(&job.batch, input.as_deref(), wires.group());
+    let output = output.map_err(|error| Failure::engine(&error))?;
+    look_at_weights(engine, &output)?;
+    wires.end().map_err(peer)?;
     match output {
         StageOutput::Hidden(values) => {
             wires.send(&values).map_err(peer)?;
@@ -103,7 +154,23 @@ fn step(engine: &mut dyn Engine, wires: &mut Wires, job: &Job) -> Result<Vec<Sam
     }
 }
 
-fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
+/// Where numbers are not finite, the weights may have changed in memory: then this is the shard's
+/// failure, and the requests are computed again with weights that were loaded anew.
+pub fn look_at_weights(engine: &dyn Engine, output: &StageOutput) -> Result<(), Failure> {
+    let finite = match output {
+        StageOutput::Hidden(values) => values.iter().all(|value| value.is_finite()),
+        StageOutput::Sampled(drawn) => {
+            let spoiled = |one: &Sampled| one.token == Err(SampleFailure::NotFinite);
+            !drawn.iter().any(spoiled)
+        }
+    };
+    if finite {
+        return Ok(());
+    }
+    engine.verify().map_err(|error| Failure::engine(&error))
+}
+
+pub fn panic_text(panic: &(dyn std::any::Any + Send)) -> String {
     panic
         .downcast_ref::<&str>()
         .map(|s| s.to_string())

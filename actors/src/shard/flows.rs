@@ -91,7 +91,7 @@ impl Wires {
         let name = |s: usize, r: usize, n: &NodeName| format!("stage {s} rank {r} on {n}");
         // Every rank of a stage holds the same activations, so rank r of the next stage reads
         // from rank r modulo the size of this one.
-        let from_previous = stage.checked_sub(1).map(|previous| {
+        let from_previous: Option<(String, FlowReceiver)> = stage.checked_sub(1).map(|previous| {
             let size = members(previous).count();
             let source = members(previous).nth(rank % size).expect("a stage has a rank");
             let id = flow_id(plan, "act", (previous, source.spec.rank), (stage, rank));
@@ -99,7 +99,7 @@ impl Wires {
             (label, node.accept_flow(&source.node, id))
         });
         let size = members(stage).count();
-        let to_next = members(stage + 1)
+        let to_next: Vec<(String, FlowSender)> = members(stage + 1)
             .filter(|next| next.spec.rank % size == rank)
             .map(|next| {
                 let id = flow_id(plan, "act", (stage, rank), (next.stage, next.spec.rank));
@@ -107,7 +107,7 @@ impl Wires {
                 (label, node.open_flow(&next.node, id, FlowClass::Activations))
             })
             .collect();
-        let peers = members(stage)
+        let peers: Vec<GroupPeer> = members(stage)
             .filter(|peer| peer.spec.rank != rank)
             .map(|peer| {
                 let there = (stage, peer.spec.rank);
@@ -129,10 +129,11 @@ impl Wires {
             now: AtomicU8::new(COMPUTES),
             from: names(from_previous.iter().map(|(label, _)| label).collect()),
             to: names(to_next.iter().map(|(label, _)| label).collect()),
-            peers: names(peers.iter().map(|peer: &GroupPeer| &peer.label).collect()),
+            peers: names(peers.iter().map(|peer| &peer.label).collect()),
         });
         let me = name(stage, rank, &place.node);
-        let tell = Tell { faults: node.faults().clone(), node: node.name().clone(), me: me.clone() };
+        let tell =
+            Tell { faults: node.faults().clone(), node: node.name().clone(), me: me.clone() };
         let group = FlowGroup {
             doing: doing.clone(),
             tell,
@@ -262,12 +263,7 @@ struct Tell {
 }
 
 impl Tell {
-    fn fact(
-        &self,
-        name: &'static str,
-        subject: impl FnOnce() -> String,
-        (key, value): (u64, u64),
-    ) {
+    fn fact(&self, name: &'static str, subject: impl FnOnce() -> String, (key, value): (u64, u64)) {
         let node = self.node.clone();
         self.faults.tell(|| Fact { node, name, subject: subject(), key, value });
     }
@@ -437,8 +433,16 @@ async fn receive_async(
 }
 
 /// The payload of the frame that was expected; `None` for one to drop.
-fn judge(frame: FlowFrame, (epoch, step, tag): (u64, u64, u64)) -> Result<Option<Bytes>, String> {
+fn judge(
+    frame: FlowFrame,
+    (epoch, step, tag): (u64, u64, u64),
+    tell: &Tell,
+) -> Result<Option<Bytes>, String> {
     if (frame.epoch, frame.step) < (epoch, step) {
+        if frame.tag == ENDED {
+            return Ok(None);
+        }
+        tell.fact(facts::STALE_REFUSED, || "flow".into(), (frame.step, 1));
         metrics::counter!("dunlin_stale_epoch_messages_total", "kind" => "flow").increment(1);
         return Ok(None);
     }

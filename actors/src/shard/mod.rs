@@ -9,9 +9,15 @@
 //! replica, and activations are taken only if their epoch, step and plan hash are the batch's.
 //! A shard knows nothing of queues, blocks' owners or clients.
 
+mod checked;
 mod device;
+mod faulty;
 mod flows;
+mod inline;
+mod watch;
 
+use crate::engines::Compute;
+use crate::facts::{self, tell};
 use crate::messages::{
     PlacementCast, PlacementProtocol, ReplicaEpoch, ReplicaPlan, RequestId, SchedulerCast,
     SchedulerProtocol, ShardCast, ShardProtocol,
@@ -21,7 +27,9 @@ use dunlin_model::engine::Engine;
 use dunlin_runtime::{Address, Export, Inbound, Node};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
 use std::time::Duration;
+use watch::{Look, Watch};
 
+pub use faulty::build as build_engine;
 pub use flows::{FlowGroup, plan_hash};
 
 /// Mailbox role of shards.
@@ -38,6 +46,7 @@ pub struct ShardArgs {
     pub placement: Address,
     /// How long a step may wait for another shard.
     pub step_deadline: Duration,
+    pub compute: Compute,
 }
 
 /// The mailbox address of shard `index` of `plan`.
@@ -60,6 +69,8 @@ struct ShardActor;
 enum ShardMsg {
     Run(ShardCast),
     Outcome(Outcome),
+    /// Time to look whether the device still moves.
+    Look,
 }
 
 struct ShardState {
@@ -67,7 +78,10 @@ struct ShardState {
     epoch: ReplicaEpoch,
     replica: String,
     me: String,
+    /// `REPLICA/STAGE/RANK`
+    instance: String,
     next_step: Option<u64>,
+    watch: Watch,
     device: Device,
     reports: bool,
     scheduler: Address,
@@ -88,12 +102,23 @@ impl Actor for ShardActor {
         let own = address(&args.plan, args.index);
         let spec = &args.plan.shards[args.index].spec;
         let reports = spec.last && spec.rank == 0;
-        let wires = flows::Wires::open(&args.node, &args.plan, args.index, args.step_deadline);
+        // A shard that waits gives the one it waits for the time to speak for itself.
+        let patience = args.step_deadline + args.step_deadline / 8;
+        let wires = flows::Wires::open(&args.node, &args.plan, args.index, patience);
+        let doing = wires.doing();
         let outcome = myself.clone();
-        let device = Device::start(own.instance.clone(), args.engine, wires, move |result| {
-            // The actor may be gone already; then nobody is left to tell.
-            let _ = outcome.cast(ShardMsg::Outcome(result));
-        })?;
+        let engine = faulty::wrap(&args.node, &args.plan, args.index, args.engine);
+        let (node, me) = (args.node.clone(), own.to_string());
+        let report = move |result: Outcome| {
+            let step = result.step();
+            // A device that hung may come back when its actor is gone: its result is refused.
+            if outcome.cast(ShardMsg::Outcome(result)).is_err() {
+                metrics::counter!("dunlin_stale_epoch_messages_total", "kind" => "outcome")
+                    .increment(1);
+                tell(&node, facts::STALE_REFUSED, || format!("outcome of {me}"), (step, 1));
+            }
+        };
+        let device = Device::start(own.instance.clone(), engine, wires, args.compute, report)?;
         let inbox = myself.clone();
         let export = args.node.export::<ShardProtocol>(ROLE, &own.instance, move |inbound| {
             if let Inbound::Cast { msg, .. } = inbound {
@@ -105,7 +130,9 @@ impl Actor for ShardActor {
             epoch: args.plan.epoch,
             replica: args.plan.replica.clone(),
             me: own.to_string(),
+            instance: own.instance,
             next_step: None,
+            watch: Watch::new(args.step_deadline, doing),
             device,
             reports,
             scheduler: args.scheduler,
@@ -116,16 +143,18 @@ impl Actor for ShardActor {
 
     async fn handle(
         &self,
-        _: ActorRef<ShardMsg>,
+        myself: ActorRef<ShardMsg>,
         msg: ShardMsg,
         state: &mut ShardState,
     ) -> Result<(), ActorProcessingErr> {
+        crate::faulty::message(&state.node, ROLE, &state.instance, msg.name()).await;
         match msg {
-            ShardMsg::Run(ShardCast::Run { epoch, step, batch }) => {
+            ShardMsg::Run(ShardCast::Run { epoch, step, batch, claims }) => {
                 if epoch != state.epoch {
                     metrics::counter!("dunlin_stale_epoch_messages_total", "kind" => "run")
                         .increment(1);
                     tracing::debug!(shard = state.me, ?epoch, step, "refused a stale step");
+                    tell(&state.node, facts::STALE_REFUSED, || "run".into(), (step, 1));
                     return Ok(());
                 }
                 if state.next_step.is_some_and(|next| next != step) {
@@ -134,10 +163,28 @@ impl Actor for ShardActor {
                     return state.broken(reason, Vec::new());
                 }
                 state.next_step = Some(step + 1);
-                state.device.run(Job { step, batch })?;
+                let requests = batch.seqs.iter().map(|seq| RequestId(seq.request)).collect();
+                if let Some(wait) = state.watch.given(step, requests) {
+                    myself.send_after(wait, || ShardMsg::Look);
+                }
+                state.device.run(Job { step, batch, claims })?;
                 Ok(())
             }
+            ShardMsg::Look => match state.watch.look() {
+                Look::Idle => Ok(()),
+                Look::Again(wait) => {
+                    myself.send_after(wait, || ShardMsg::Look);
+                    Ok(())
+                }
+                Look::Stalled { step, text, suspects } => {
+                    let reason = format!("{}: step {step}: {text}", state.me);
+                    tell(&state.node, facts::STEP_FAILED, || reason.clone(), (step, 0));
+                    state.broken(reason, suspects)
+                }
+            },
             ShardMsg::Outcome(Outcome::Done { step, sampled, micros }) => {
+                state.watch.done();
+                tell(&state.node, facts::STEP_DONE, || state.instance.clone(), (step, micros));
                 if !state.reports {
                     return Ok(());
                 }
@@ -149,6 +196,7 @@ impl Actor for ShardActor {
             }
             ShardMsg::Outcome(Outcome::Failed { step, reason, suspects }) => {
                 let reason = format!("{}: step {step}: {reason}", state.me);
+                tell(&state.node, facts::STEP_FAILED, || reason.clone(), (step, 0));
                 let failed =
                     SchedulerCast::StepFailed { epoch: state.epoch, step, reason: reason.clone() };
                 // The scheduler only stops planning; placement is what mends the replica.
@@ -165,6 +213,17 @@ impl Actor for ShardActor {
     ) -> Result<(), ActorProcessingErr> {
         state.device.stop();
         Ok(())
+    }
+}
+
+impl ShardMsg {
+    fn name(&self) -> &'static str {
+        match self {
+            ShardMsg::Run(_) => "Run",
+            ShardMsg::Look => "Look",
+            ShardMsg::Outcome(Outcome::Done { .. }) => "StepDone",
+            ShardMsg::Outcome(Outcome::Failed { .. }) => "StepFailed",
+        }
     }
 }
 

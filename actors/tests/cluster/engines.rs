@@ -3,7 +3,7 @@
 use dunlin_actors::engines::{Engines, ModelShape};
 use dunlin_actors::messages::{DeviceDescription, NodeDescription, Request};
 use dunlin_model::engine::{
-    Alone, Batch, BatchSeq, Collective, Engine, EngineError, SampleFailure, SampleSpec,
+    Alone, Batch, BatchSeq, Collective, Engine, EngineError, Flip, SampleFailure, SampleSpec,
     StageOutput, StageSpec,
 };
 use dunlin_model::hash_engine::{HashEngine, HashSpec};
@@ -163,6 +163,36 @@ impl Engine for FaultyEngine {
             }
         }
         Ok(output)
+    }
+
+    fn verify(&self) -> Result<(), EngineError> {
+        self.inner.verify()
+    }
+
+    fn flip_kv(
+        &mut self,
+        layer: usize,
+        block: u32,
+        slot: usize,
+        bit: u32,
+    ) -> Result<Flip, EngineError> {
+        self.inner.flip_kv(layer, block, slot, bit)
+    }
+
+    fn flip_weight(&mut self, index: u64, bit: u32) -> Result<Flip, EngineError> {
+        self.inner.flip_weight(index, bit)
+    }
+
+    fn poison(&mut self, request: u64) -> Result<(), EngineError> {
+        self.inner.poison(request)
+    }
+
+    fn read_block(&self, block: u32) -> Result<Vec<u8>, EngineError> {
+        self.inner.read_block(block)
+    }
+
+    fn write_block(&mut self, block: u32, content: &[u8]) -> Result<(), EngineError> {
+        self.inner.write_block(block, content)
     }
 }
 

@@ -3,8 +3,10 @@
 //! run by itself, one sequence at a time, so a lost or foreign block shows in the text.
 
 mod cache;
+mod devices;
 mod engines;
 mod failures;
 mod harness;
+mod hook;
 mod limits;
 mod placing;

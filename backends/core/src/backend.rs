@@ -256,4 +256,49 @@ pub trait Backend: Send + Sync + Sized + 'static {
 
     /// Copies whole KV blocks (copy-on-write), all layers.
     fn kv_copy(&self, kv: &mut Self::Kv, pairs: &[(u32, u32)]) -> Result<(), BackendError>;
+
+    // What follows serves integrity checks and fault injection; a backend may do without.
+
+    /// [`checksum`](crate::checksum) of the weight's bytes as they lie in device memory.
+    fn weight_sum(&self, _w: &Self::Weight) -> Option<u64> {
+        None
+    }
+
+    /// Flips bit `bit` (below 32) of the 4-byte word `word` of a weight in device memory; gives the
+    /// word before and after, read back. No op may run meanwhile.
+    fn weight_flip(
+        &self,
+        _w: &Self::Weight,
+        _word: u64,
+        _bit: u32,
+    ) -> Result<(u32, u32), BackendError> {
+        Err(cannot("weight_flip"))
+    }
+
+    /// Flips bit `bit` of the entry (keys, then values, float32) of `slot` of `block` in `layer`
+    /// (local index); gives the word before and after, read back. `bit` is taken modulo the size.
+    fn kv_flip(
+        &self,
+        _kv: &mut Self::Kv,
+        _layer: usize,
+        _block: u32,
+        _slot: usize,
+        _bit: u32,
+    ) -> Result<(u32, u32), BackendError> {
+        Err(cannot("kv_flip"))
+    }
+
+    /// Everything that a block holds, all layers, in a form of the backend's own.
+    fn kv_read(&self, _kv: &Self::Kv, _block: u32) -> Result<Vec<u8>, BackendError> {
+        Err(cannot("kv_read"))
+    }
+
+    /// Puts back what [`Backend::kv_read`] gave.
+    fn kv_put(&self, _kv: &mut Self::Kv, _block: u32, _content: &[u8]) -> Result<(), BackendError> {
+        Err(cannot("kv_put"))
+    }
+}
+
+fn cannot(op: &'static str) -> BackendError {
+    BackendError::Shape { op, detail: "this backend cannot do it".into() }
 }

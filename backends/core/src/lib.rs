@@ -4,12 +4,14 @@
 //! This crate knows nothing of models, actors, sockets or particular devices.
 
 mod backend;
+mod checksum;
 mod error;
 pub mod quant;
 mod reference;
 mod tensor;
 
 pub use backend::*;
+pub use checksum::checksum;
 pub use error::BackendError;
 pub use reference::{Reference, ReferenceKv, ReferenceTensor, ReferenceWeight};
 pub use tensor::*;

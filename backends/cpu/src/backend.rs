@@ -15,7 +15,7 @@ use crate::weight::CpuWeight;
 use crate::{CpuError, Path, attention, rope};
 use dunlin_backend::{
     Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvSpec,
-    LinearPart, Part, Precision, Rope, SeqRows,
+    LinearPart, Part, Precision, Rope, SeqRows, checksum,
 };
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -426,6 +426,35 @@ impl Backend for CpuBackend {
 
     fn kv_copy(&self, kv: &mut CpuKv, pairs: &[(u32, u32)]) -> Result<(), BackendError> {
         kv.copy(pairs)
+    }
+
+    fn weight_sum(&self, w: &CpuWeight) -> Option<u64> {
+        Some(checksum(&w.data))
+    }
+
+    fn weight_flip(&self, w: &CpuWeight, word: u64, bit: u32) -> Result<(u32, u32), BackendError> {
+        // Ops over weights hold this lock as well.
+        let _still = self.inner();
+        w.flip(word, bit)
+    }
+
+    fn kv_flip(
+        &self,
+        kv: &mut CpuKv,
+        layer: usize,
+        block: u32,
+        slot: usize,
+        bit: u32,
+    ) -> Result<(u32, u32), BackendError> {
+        kv.flip(layer, block, slot, bit)
+    }
+
+    fn kv_read(&self, kv: &CpuKv, block: u32) -> Result<Vec<u8>, BackendError> {
+        kv.read(block)
+    }
+
+    fn kv_put(&self, kv: &mut CpuKv, block: u32, content: &[u8]) -> Result<(), BackendError> {
+        kv.put(block, content)
     }
 }
 

@@ -80,6 +80,67 @@ impl CpuKv {
         Ok(())
     }
 
+    /// Fault injection: flips a bit of a token's keys (head by head) or, beyond them, values.
+    pub(crate) fn flip(
+        &mut self,
+        layer: usize,
+        block: u32,
+        slot: usize,
+        bit: u32,
+    ) -> Result<(u32, u32), BackendError> {
+        let (spec, layout) = (&self.spec, &self.layout);
+        if layer >= spec.layers || block as usize >= spec.blocks || slot >= spec.block_tokens {
+            let detail = format!("slot {slot} of block {block} of layer {layer}");
+            return Err(shape("kv_flip", detail));
+        }
+        let half = spec.kv_heads * spec.head_dim;
+        let element = (bit / 32) as usize % (2 * half);
+        let (head, inside) = (element % half / spec.head_dim, element % spec.head_dim);
+        let (tile, token) = (slot / KV_TILE, slot % KV_TILE);
+        let blocks = vec![block; tile + 1];
+        // The table repeats the block, so tile `tile` of it is that of the block itself.
+        let at = match element < half {
+            true => layout.key_tile(&blocks, tile, head) + token + inside * KV_TILE,
+            false => layout.value_tile(&blocks, tile, head) + token * layout.value_stride + inside,
+        };
+        let value = &mut self.data[layer * layout.layer + at];
+        let before = value.to_bits();
+        *value = f32::from_bits(before ^ 1 << (bit % 32));
+        Ok((before, value.to_bits()))
+    }
+
+    /// The block's bytes, layer after layer.
+    pub(crate) fn read(&self, block: u32) -> Result<Vec<u8>, BackendError> {
+        let ranges = self.ranges("kv_read", block)?;
+        Ok(ranges.flat_map(|r| &self.data[r]).flat_map(|value| value.to_le_bytes()).collect())
+    }
+
+    pub(crate) fn put(&mut self, block: u32, content: &[u8]) -> Result<(), BackendError> {
+        let places = self.ranges("kv_put", block)?.flatten();
+        let need = self.layout.block * self.spec.layers * size_of::<f32>();
+        if content.len() != need {
+            let detail = format!("{} bytes for a block of {need}", content.len());
+            return Err(shape("kv_put", detail));
+        }
+        for (at, bytes) in places.zip(content.chunks_exact(4)) {
+            self.data[at] = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        }
+        Ok(())
+    }
+
+    fn ranges(
+        &self,
+        op: &'static str,
+        block: u32,
+    ) -> Result<impl Iterator<Item = std::ops::Range<usize>> + use<>, BackendError> {
+        if block as usize >= self.spec.blocks {
+            return Err(shape(op, format!("block {block} of {}", self.spec.blocks)));
+        }
+        let (size, layer) = (self.layout.block, self.layout.layer);
+        let begin = move |l: usize| l * layer + block as usize * size;
+        Ok((0..self.spec.layers).map(move |l| begin(l)..begin(l) + size))
+    }
+
     /// Refuses sequences whose rows are out of order, past `rows`, or not covered by known blocks.
     pub(crate) fn check(
         &self,

@@ -20,6 +20,7 @@ use dunlin_backend::quant::{SUB_BLOCK, scale_min_k4, sub_block};
 use dunlin_backend::{BackendError, DType, HostTensor, Part};
 use half::{bf16, f16};
 use std::ops::Range;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 /// An immutable matrix in the CPU backend's form.
 pub struct CpuWeight {
@@ -216,6 +217,19 @@ impl CpuWeight {
 
     pub(crate) fn panels(&self) -> usize {
         self.rows.div_ceil(LANES)
+    }
+
+    /// Fault injection: flips one bit of the packed bytes. The caller sees to it that no op runs.
+    pub(crate) fn flip(&self, word: u64, bit: u32) -> Result<(u32, u32), BackendError> {
+        let words = self.data.len() / 4;
+        let at = usize::try_from(word).ok().filter(|word| *word < words);
+        let at = at.ok_or_else(|| shape("weight_flip", format!("word {word} of {words}")))?;
+        let place = self.data.as_ptr().wrapping_add(at * 4).cast_mut().cast::<u32>();
+        // SAFETY: the word lies in the piece, which is aligned to 64 bytes and is memory of our own
+        // allocation; it is read and written atomically, and no slice of it is in use.
+        let place = unsafe { AtomicU32::from_ptr(place) };
+        let before = place.fetch_xor(1 << (bit % 32), Ordering::SeqCst);
+        Ok((before, place.load(Ordering::SeqCst)))
     }
 
     /// Dequantises row `row` times `factor` into `out` (`cols` elements).

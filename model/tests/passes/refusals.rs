@@ -103,12 +103,28 @@ fn weights_of_another_stage_are_refused() {
 
 #[test]
 fn activations_that_are_not_numbers_are_never_drawn_from() {
-    let mut last = transformer(2..4);
-    let batch = Batch { seqs: vec![seq(1, &[1], 0, &[0])], copies: vec![] };
-    let input = vec![f32::NAN; last.hidden()];
-    match last.step(&batch, Some(&input), &mut Alone) {
-        Ok(StageOutput::Sampled(all)) => assert_eq!(all[0].token, Err(SampleFailure::NotFinite)),
-        other => panic!("{other:?}"),
+    for mut last in [Box::new(transformer(2..4)) as Box<dyn Engine>, Box::new(hash(2..4))] {
+        // The second sequence's activations are not finite, then its logits alone.
+        let seqs = vec![seq(1, &[1], 0, &[0]), seq(2, &[1], 0, &[1])];
+        let batch = Batch { seqs, copies: vec![] };
+        let mut input = vec![1.0; 2 * last.hidden()];
+        let hidden = last.hidden();
+        let mut drawn = |last: &mut dyn Engine, input: &[f32]| {
+            match last.step(&batch, Some(input), &mut Alone) {
+                Ok(StageOutput::Sampled(all)) => all,
+                other => panic!("{other:?}"),
+            }
+        };
+        let right = drawn(&mut *last, &input);
+        assert!(right.iter().all(|one| one.token.is_ok()));
+        last.poison(2).expect("the last stage");
+        let poisoned = drawn(&mut *last, &input);
+        assert_eq!((&poisoned[0], poisoned[1].token), (&right[0], Err(SampleFailure::NotFinite)));
+        assert_eq!(drawn(&mut *last, &input), right, "it lasts one step");
+        input[hidden..].fill(f32::NAN);
+        let spoiled = drawn(&mut *last, &input);
+        let blamed = Err(SampleFailure::NotFiniteInput);
+        assert_eq!((&spoiled[0], spoiled[1].token), (&right[0], blamed));
     }
 }
 
