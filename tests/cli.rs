@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Output, Stdio};
 use std::time::{Duration, Instant};
 
+mod ports;
+use ports::free_port;
+
 /// Every wrong value must have been named by then.
 const ERROR_WITHIN: Duration = Duration::from_secs(10);
 /// Far beyond what starting takes on a busy machine.
@@ -49,16 +52,6 @@ impl Folder {
 
 fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
-}
-
-/// Ports that are free now; UDP and TCP.
-fn free_port() -> u16 {
-    let tcp = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let port = tcp.local_addr().expect("its address").port();
-    match UdpSocket::bind(("127.0.0.1", port)) {
-        Ok(_) => port,
-        Err(_) => free_port(),
-    }
 }
 
 /// Three processes: front, and two workers with a replica each.
@@ -332,7 +325,8 @@ fn a_second_interrupt_ends_at_once() {
     let begun = Instant::now();
     up.signal("INT");
     assert_eq!(up.wait().code(), Some(130));
-    assert!(begun.elapsed() < Duration::from_secs(2));
+    // Far less than the drain would take, and room for a busy machine.
+    assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
     let _ = asking.kill();
     let _ = asking.wait();
 }

@@ -4,11 +4,13 @@
 //! client and fetches the model.
 
 use std::io::{BufRead, BufReader};
-use std::net::{TcpListener, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
+
+mod ports;
+use ports::free_port;
 
 /// Far beyond what starting takes on a busy machine.
 const PATIENCE: Duration = Duration::from_secs(120);
@@ -124,15 +126,5 @@ impl Drop for Cluster {
         // The nodes end with what started them.
         let _ = self.up.kill();
         let _ = self.up.wait();
-    }
-}
-
-/// Free for TCP and UDP at the moment.
-fn free_port() -> u16 {
-    let tcp = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let port = tcp.local_addr().expect("its address").port();
-    match UdpSocket::bind(("127.0.0.1", port)) {
-        Ok(_) => port,
-        Err(_) => free_port(),
     }
 }

@@ -5,15 +5,15 @@ use std::time::{Duration, Instant};
 use crate::harness::{Cluster, PATIENCE, Signal, runs};
 use crate::http::{Answer, Reader};
 
-/// With 10 ms a step, a stream takes two seconds and more.
-const TOKENS: usize = 200;
+/// With 10 ms a step, a stream takes four seconds and more.
+const TOKENS: usize = 400;
 const HASH: &str = "examples/hash.toml";
 const STEP: &str = "engine.step_micros=10000";
 
-/// Four streams, each with a prompt of its own.
+/// Eight streams, each with a prompt of its own.
 fn streams(cluster: &Cluster) -> Vec<Reader> {
     let body = |n: usize| cluster.body(&format!("stream {n}"), TOKENS);
-    (0..4).map(|n| Reader::start(cluster.http, body(n))).collect()
+    (0..8).map(|n| Reader::start(cluster.http, body(n))).collect()
 }
 
 fn all(readers: Vec<Reader>) -> Vec<Answer> {
@@ -64,8 +64,10 @@ fn a_second_signal_ends_a_drain_at_once() {
     let begun = Instant::now();
     cluster.signal_up(Signal::TERM);
     assert_eq!(cluster.wait_exit().code(), Some(130));
-    // One second is promised; the rest is for a busy machine.
-    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    // One second is promised, and a drain would take ten; the rest is for a busy machine.
+    let took = begun.elapsed();
+    assert!(took < Duration::from_secs(5), "{took:?}");
+    println!("ended {took:?} after the second signal");
     assert_eq!(reader.finish().finishes.len(), 0, "it was cut off");
 }
 

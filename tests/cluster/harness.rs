@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader};
-use std::net::{TcpListener, UdpSocket};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,6 +11,7 @@ use dunlin_runtime::config::ClusterConfig;
 use serde_json::{Value, json};
 
 use crate::http::{self, Answer, Stream};
+use crate::ports::free_port;
 
 pub use rustix::process::Signal;
 
@@ -104,9 +104,11 @@ impl Cluster {
             let status = cluster.get("/cluster/status");
             let count = |list: &Value| list.as_array().map_or(0, Vec::len);
             let serving = count(&status["router"]["replicas"]);
+            let placed = |state: &Value| state["state"] == "ready";
             health.is_ok_and(|(code, _)| code == 200)
                 && serving > 0
                 && serving == count(&status["replicas"])
+                && status["replicas"].as_array().is_some_and(|all| all.iter().all(placed))
         });
     }
 
@@ -140,14 +142,33 @@ impl Cluster {
     pub fn busy_node(&self) -> String {
         let mut found = None;
         self.wait("a node with work", |cluster| {
-            let status = cluster.status();
-            let replicas = status["router"]["replicas"].as_array().cloned().unwrap_or_default();
-            let busy = replicas.iter().find(|r| r["assigned"].as_u64().unwrap_or(0) > 0);
-            let place = busy.and_then(|r| r["info"]["served_by"][0].as_str());
-            found = place.and_then(|p| Some(p.split_once('/')?.0.to_string()));
+            found = cluster.busy_nodes().into_iter().next();
             found.is_some()
         });
         found.expect("waited for")
+    }
+
+    /// The leading node of each replica that has a request.
+    pub fn busy_nodes(&self) -> Vec<String> {
+        let busy = |replica: &Value| replica["assigned"].as_u64().unwrap_or(0) > 0;
+        self.places(busy).into_iter().filter_map(|nodes| nodes.into_iter().next()).collect()
+    }
+
+    /// All nodes that hold a part of a replica, in the order of stages and ranks.
+    pub fn serving_nodes(&self) -> Vec<String> {
+        self.places(|_| true).concat()
+    }
+
+    /// The nodes of each replica that `wanted` holds for.
+    fn places(&self, wanted: impl Fn(&Value) -> bool) -> Vec<Vec<String>> {
+        let status = self.status();
+        let replicas = status["router"]["replicas"].as_array().cloned().unwrap_or_default();
+        let node = |place: &Value| Some(place.as_str()?.split_once('/')?.0.to_string());
+        let nodes = |replica: &Value| -> Vec<String> {
+            let places = replica["info"]["served_by"].as_array();
+            places.into_iter().flatten().filter_map(node).collect()
+        };
+        replicas.iter().filter(|replica| wanted(replica)).map(nodes).collect()
     }
 
     pub fn replays(&self) -> u64 {
@@ -172,7 +193,16 @@ impl Cluster {
 
     /// Waits until the node's process is another one than `old` and the cluster is whole.
     pub fn wait_restarted(&self, node: &str, old: u32) {
-        self.wait("started again", |cluster| cluster.pid(node) != old);
+        // Its word that it is ready comes over its link to the head, which knows by then that the
+        // old life is over, and so does not count that one's replicas any more.
+        self.wait("started again and ready", |cluster| {
+            let said = cluster.said();
+            let began = format!("{node}: process ");
+            let last = said.lines.iter().rposition(|line| line.starts_with(&began));
+            let ready = format!("{node}: ready");
+            said.pids[node] != old
+                && last.is_some_and(|at| said.lines[at..].iter().any(|l| l.starts_with(&ready)))
+        });
         self.wait_ready();
     }
 
@@ -283,14 +313,4 @@ fn models() -> PathBuf {
     let file = folder.join("SmolLM2-135M-Instruct.Q4_1.gguf");
     assert!(file.is_file(), "{} is not there: run tools/test, which fetches it", file.display());
     folder
-}
-
-/// Free for TCP and UDP at the moment.
-fn free_port() -> u16 {
-    let tcp = TcpListener::bind("127.0.0.1:0").expect("a free port");
-    let port = tcp.local_addr().expect("its address").port();
-    match UdpSocket::bind(("127.0.0.1", port)) {
-        Ok(_) => port,
-        Err(_) => free_port(),
-    }
 }

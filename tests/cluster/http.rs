@@ -3,7 +3,7 @@
 use std::io::{BufRead, BufReader, Error, ErrorKind, Read, Write};
 use std::net::TcpStream;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 
 use serde_json::Value;
@@ -158,21 +158,23 @@ impl Stream {
 /// A stream that a thread of its own reads.
 pub struct Reader {
     seen: Arc<AtomicUsize>,
+    left: Arc<AtomicBool>,
     thread: JoinHandle<Answer>,
 }
 
 impl Reader {
     pub fn start(port: u16, body: Value) -> Reader {
         let seen = Arc::new(AtomicUsize::new(0));
-        let count = seen.clone();
+        let left = Arc::new(AtomicBool::new(false));
+        let (count, leave) = (seen.clone(), left.clone());
         let thread = std::thread::spawn(move || {
             let mut stream = Stream::open(port, &body);
-            while stream.step() {
+            while !leave.load(Ordering::Relaxed) && stream.step() {
                 count.store(stream.answer.tokens.len(), Ordering::Relaxed);
             }
             stream.answer
         });
-        Reader { seen, thread }
+        Reader { seen, left, thread }
     }
 
     /// Waits until each reader has `count` tokens.
@@ -188,6 +190,12 @@ impl Reader {
 
     pub fn finish(self) -> Answer {
         self.thread.join().expect("a reader does not panic")
+    }
+
+    /// Goes away; returns what was read.
+    pub fn abandon(self) -> Answer {
+        self.left.store(true, Ordering::Relaxed);
+        self.finish()
     }
 }
 

@@ -10,4 +10,6 @@ mod harness;
 mod http;
 mod kills;
 mod load;
+#[path = "../ports/mod.rs"]
+mod ports;
 mod topologies;

@@ -1,7 +1,6 @@
 //! Who may find whose blocks, and memory that is too small for all.
 
 use crate::harness::*;
-use std::time::Duration;
 
 /// C28: what is in the key keeps equal tokens apart.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -28,7 +27,7 @@ async fn c28_tenants_and_salts_do_not_share_blocks() {
         let cached = usage.cached_tokens;
         assert_eq!(cached > 0, hits, "tenant {tenant:?}, salt {salt:?}: {cached} cached tokens");
     }
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -47,5 +46,5 @@ async fn preempted_requests_give_the_undisturbed_text() {
         s.replicas.iter().any(|r| r.load.preemptions_total > 0)
     };
     cluster.until("some were preempted", preempted).await;
-    cluster.settled(Duration::from_secs(5)).await;
+    cluster.settled(SOON).await;
 }

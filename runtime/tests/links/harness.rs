@@ -71,7 +71,7 @@ pub async fn start<H: Harness>(harness: &H, options: &NodeOptions) -> Node {
 
 /// Starts a node's next life; the old one's port may take a moment to be free.
 pub async fn start_again<H: Harness>(harness: &H, options: &NodeOptions) -> Node {
-    for _ in 0..200 {
+    for _ in 0..1000 {
         match Node::start(options.clone(), harness.transport(options.name.as_str())).await {
             Ok(node) => return node,
             Err(_) => tokio::time::sleep(Duration::from_millis(20)).await,
@@ -93,15 +93,23 @@ pub fn is_up(node: &Node, peer: &str) -> bool {
     node.peers().iter().any(|p| p.node == name(peer) && p.up)
 }
 
-/// Waits for the condition, failing the test after 10 s.
+/// Far beyond what anything takes on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Waits for the condition.
 pub async fn eventually(what: &str, mut condition: impl FnMut() -> bool) {
-    for _ in 0..2000 {
-        if condition() {
-            return;
-        }
+    let began = tokio::time::Instant::now();
+    while !condition() {
+        assert!(began.elapsed() < PATIENCE, "not within {PATIENCE:?}: {what}");
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
-    panic!("not within 10 s: {what}");
+}
+
+/// Waits until the echo actor holds `count` calls that it does not answer.
+pub async fn held(node: &Node, to: &Address, count: u8) {
+    while ask(node, to, Ask::Held).await != Ok(vec![count]) {
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
 }
 
 pub async fn linked(node: &Node, peer: &str) {
@@ -115,7 +123,7 @@ pub async fn down_event(
     events: &mut tokio::sync::broadcast::Receiver<PeerEvent>,
 ) -> (Incarnation, String) {
     loop {
-        match tokio::time::timeout(10 * SECOND, events.recv()).await {
+        match tokio::time::timeout(PATIENCE, events.recv()).await {
             Ok(Ok(PeerEvent::Down { peer, reason })) => return (peer.incarnation, reason),
             Ok(Ok(_)) => {}
             other => panic!("no Down event: {other:?}"),
@@ -136,6 +144,8 @@ pub enum Ask {
     Hold,
     /// As `Hold`, with a body.
     HoldBytes(Vec<u8>),
+    /// How many calls are held.
+    Held,
     Panic,
     /// Answered after so many milliseconds.
     Late(u64),
@@ -189,6 +199,7 @@ pub fn echo(
             Ask::Big(bytes) => reply.send(vec![1; bytes]),
             Ask::Drop => drop(reply),
             Ask::Hold | Ask::HoldBytes(_) => held.lock().push(reply),
+            Ask::Held => reply.send(vec![held.lock().len() as u8]),
             Ask::Panic => panic!("asked to"),
             Ask::Late(ms) => {
                 tokio::spawn(async move {
@@ -207,5 +218,5 @@ pub async fn ask(
     to: &Address,
     what: Ask,
 ) -> Result<Vec<u8>, dunlin_runtime::CallError> {
-    node.call::<Echo>(to, &what, 5 * SECOND).await
+    node.call::<Echo>(to, &what, 20 * SECOND).await
 }

@@ -6,6 +6,7 @@ mod harness;
 mod memory_faults;
 mod memory_only;
 mod quic_only;
+mod wire_faults;
 
 mod memory {
     suite_for!(crate::harness::MemoryHarness);

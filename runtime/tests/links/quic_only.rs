@@ -12,6 +12,7 @@ use std::io::{self, IoSliceMut};
 use std::net::{SocketAddr, UdpSocket};
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::Instant;
@@ -27,7 +28,7 @@ pub struct QuicHarness {
 type Cut = Arc<Mutex<BTreeSet<(u16, u16)>>>;
 
 impl QuicHarness {
-    fn with(&self, node: &str, mut options: QuicOptions) -> QuicTransport {
+    pub fn with(&self, node: &str, mut options: QuicOptions) -> QuicTransport {
         certs::ensure(self.certs.path(), "lab", &[node.to_owned()]).unwrap();
         let identity = NodeIdentity::load(self.certs.path(), node).unwrap();
         options.hook = Some(Arc::new(CutHook(self.cut.clone())));
@@ -46,12 +47,9 @@ impl Harness for QuicHarness {
     }
 
     fn addresses(&self, nodes: &[&str]) -> Vec<String> {
-        // All held at once, so that they differ.
-        let sockets: Vec<_> =
-            nodes.iter().map(|_| UdpSocket::bind("127.0.0.1:0").unwrap()).collect();
-        let ports = sockets.iter().map(|s| s.local_addr().unwrap().port());
         let mut known = self.ports.lock();
-        let addresses = nodes.iter().zip(ports).map(|(node, port)| {
+        let addresses = nodes.iter().map(|node| {
+            let port = free_port();
             known.insert((*node).to_owned(), port);
             format!("127.0.0.1:{port}")
         });
@@ -68,6 +66,19 @@ impl Harness for QuicHarness {
         let ports = self.ports.lock();
         let (a, b) = (ports[a], ports[b]);
         self.cut.lock().retain(|pair| *pair != (a, b) && *pair != (b, a));
+    }
+}
+
+/// Each is given out once, below the range from which systems take ports for clients: no other
+/// test's socket can take one before its node binds it, nor between two lives of the node.
+fn free_port() -> u16 {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    loop {
+        let offset = std::process::id().wrapping_mul(97) + NEXT.fetch_add(1, Ordering::Relaxed);
+        let port = 10_000 + (offset % 5_000) as u16;
+        if UdpSocket::bind(("127.0.0.1", port)).is_ok() {
+            return port;
+        }
     }
 }
 
@@ -165,14 +176,14 @@ async fn a_node_cannot_start_under_a_name_that_is_not_its_certificates() {
 async fn half_open_handshakes_do_not_keep_others_out() {
     let harness = QuicHarness::new();
     let all = options(&harness, &["a", "b"]);
-    let few = QuicOptions { half_open: 4, handshake_ms: 500, ..QuicOptions::default() };
+    let few = QuicOptions { half_open: 4, handshake_ms: 3000, ..QuicOptions::default() };
     let a = Node::start(all[0].clone(), Arc::new(harness.with("a", few))).await.unwrap();
     // Real first packets, from clients that fall silent at once: more than there is room for.
     let target: SocketAddr = all[0].listen.parse().unwrap();
     let mut silent = Vec::new();
     for i in 0..40 {
         let relay = UdpSocket::bind("127.0.0.1:0").unwrap();
-        relay.set_read_timeout(Some(SECOND)).unwrap();
+        relay.set_read_timeout(Some(PATIENCE)).unwrap();
         let half = NodeIdentity::load(harness.certs.path(), "a").unwrap();
         let name = NodeIdentity::dns_name("a", &half.cluster_id);
         let mut endpoint = quinn::Endpoint::client("127.0.0.1:0".parse().unwrap()).unwrap();
@@ -193,7 +204,8 @@ async fn half_open_handshakes_do_not_keep_others_out() {
     let b = start(&harness, &all[1]).await;
     linked(&b, "a").await;
     linked(&a, "b").await;
-    assert!(began.elapsed() < 5 * SECOND, "took {:?}", began.elapsed());
+    // In turn they would take half a minute.
+    assert!(began.elapsed() < 15 * SECOND, "took {:?}", began.elapsed());
 }
 
 fn client_config(identity: &NodeIdentity) -> quinn::ClientConfig {
@@ -321,7 +333,7 @@ async fn a_restarted_peer_is_noticed_by_a_stateless_reset() {
     harness.heal("a", "b");
     let (_, reason) = down_event(&mut events).await;
     assert!(reason.contains("restarted"), "{reason}");
-    assert!(began.elapsed() < 3 * SECOND, "took {:?}", began.elapsed());
+    assert!(began.elapsed() < 10 * SECOND, "took {:?}", began.elapsed());
     linked(&a, "b").await;
     drop(b);
 }

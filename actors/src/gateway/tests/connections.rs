@@ -95,7 +95,7 @@ async fn malformed_http_is_refused_and_the_server_lives() {
         let _ = tokio::io::AsyncWriteExt::write_all(&mut client.stream, text.as_bytes()).await;
         let mut answer = Vec::new();
         let read = tokio::io::AsyncReadExt::read_to_end(&mut client.stream, &mut answer);
-        let _ = tokio::time::timeout(Duration::from_secs(5), read).await.expect("not closed");
+        let _ = tokio::time::timeout(PATIENCE, read).await.expect("not closed");
         if !answer.is_empty() {
             assert!(answer.starts_with(b"HTTP/1.1 4"), "{}", String::from_utf8_lossy(&answer));
         }
@@ -113,7 +113,7 @@ async fn a_head_that_never_ends_is_given_up() {
     client.send("POST /v1/completions HTTP/1.1\r\nhost").await;
     let mut rest = Vec::new();
     let read = tokio::io::AsyncReadExt::read_to_end(&mut client.stream, &mut rest);
-    let _ = tokio::time::timeout(Duration::from_secs(5), read).await.expect("not closed");
+    let _ = tokio::time::timeout(PATIENCE, read).await.expect("not closed");
     // So is one that never begins.
     let mut idle = world.client().await;
     assert!(idle.closed().await);

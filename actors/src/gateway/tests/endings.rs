@@ -152,19 +152,13 @@ async fn work_that_nobody_waits_for_is_cancelled() {
     let to = world.node.address("gateway", "main");
     let cast = GatewayCast::Event { request, event: tokens };
     world.node.cast::<GatewayProtocol>(&to, &cast).unwrap();
-    for _ in 0..100 {
-        tokio::time::sleep(Duration::from_millis(5)).await;
-        if world.seen.lock().cancelled.contains_key(&request) {
-            return;
-        }
-    }
-    panic!("not cancelled");
+    until("cancelled", || world.seen.lock().cancelled.contains_key(&request)).await;
 }
 
 /// C74: a drain lets running streams end, refuses new requests, and then closes.
 #[tokio::test]
 async fn a_drain_ends_what_runs_and_takes_nothing_new() {
-    let slow = Run { pace: Duration::from_millis(10), ..run(&"abcdefgh".repeat(5)) };
+    let slow = Run { pace: Duration::from_millis(50), ..run(&"abcdefgh".repeat(5)) };
     let world = world(Script::Run(slow)).await;
     let mut running = Vec::new();
     for stream in [true, true, false] {
@@ -178,8 +172,8 @@ async fn a_drain_ends_what_runs_and_takes_nothing_new() {
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
     let gateway = world.gateway.clone();
-    let drained = tokio::spawn(async move { drain(&gateway, Duration::from_secs(20)).await });
-    tokio::time::sleep(Duration::from_millis(50)).await;
+    let drained = tokio::spawn(async move { drain(&gateway, PATIENCE).await });
+    while world.get("/health").await.status != 503 {}
     let refused = world.complete(json!({})).await;
     assert_eq!((refused.status, refused.error()["code"].as_str()), (503, Some("draining")));
     assert!(refused.headers.contains_key("retry-after"));
@@ -212,12 +206,6 @@ async fn a_killed_gateway_leaves_nothing_behind() {
     client.head().await;
     world.gateway.kill();
     assert!(world.quiet().await);
-    for _ in 0..100 {
-        if tokio::net::TcpListener::bind(world.address).await.is_ok() {
-            assert!(world.node.export::<GatewayProtocol>("gateway", "main", |_| {}).is_ok());
-            return;
-        }
-        tokio::time::sleep(Duration::from_millis(10)).await;
-    }
-    panic!("the address is still in use");
+    until("the address is free", || std::net::TcpListener::bind(world.address).is_ok()).await;
+    assert!(world.node.export::<GatewayProtocol>("gateway", "main", |_| {}).is_ok());
 }

@@ -238,14 +238,27 @@ impl World {
 
     /// Waits until nothing runs, and tells whether that came about.
     pub async fn quiet(&self) -> bool {
-        for _ in 0..400 {
-            if self.seen.lock().running.is_empty() {
-                return true;
-            }
-            tokio::time::sleep(Duration::from_millis(5)).await;
-        }
-        false
+        holds_soon(|| self.seen.lock().running.is_empty()).await
     }
+}
+
+/// Far beyond what anything takes on a busy machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
+/// Waits for the condition, and panics if it never holds.
+pub async fn until(what: &str, condition: impl FnMut() -> bool) {
+    assert!(holds_soon(condition).await, "never: {what}");
+}
+
+async fn holds_soon(mut condition: impl FnMut() -> bool) -> bool {
+    let began = std::time::Instant::now();
+    while !condition() {
+        if began.elapsed() > PATIENCE {
+            return false;
+        }
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    true
 }
 
 fn merged(mut base: Value, more: Value) -> Value {
@@ -312,7 +325,7 @@ impl Client {
     async fn fill(&mut self) -> usize {
         let mut bytes = [0; 4096];
         let read = self.stream.read(&mut bytes);
-        let count = tokio::time::timeout(Duration::from_secs(10), read).await.unwrap().unwrap();
+        let count = tokio::time::timeout(PATIENCE, read).await.unwrap().unwrap();
         self.buffer.extend_from_slice(&bytes[..count]);
         count
     }

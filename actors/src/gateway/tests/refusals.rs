@@ -255,7 +255,7 @@ async fn a_silent_router_is_503_and_is_told_to_cancel() {
     };
     let world = world_with(Box::new(|_| Script::Silent), short).await;
     assert_eq!(world.complete(json!({})).await.status, 503);
-    tokio::time::sleep(std::time::Duration::from_millis(50)).await;
+    until("cancelled", || !world.seen.lock().cancelled.is_empty()).await;
     let seen = world.seen.lock();
     assert_eq!(seen.cancelled.get(&seen.requests[0].id), Some(&false));
 }

@@ -52,7 +52,10 @@ pub async fn a_flow_waits_for_its_reader<H: Harness>() {
         let mut receiver = to.accept_flow(a.name(), FlowId(1));
         let sender = a.open_flow(to.name(), FlowId(1), FlowClass::Kv);
         let mut sent = 0u64;
-        while tokio::time::timeout(ms(300), sender.send(frame(sent, 100_000))).await.is_ok() {
+        // Where there must be room, only a busy machine makes a send take long.
+        let patience = |sent| if sent < 8 { PATIENCE } else { ms(300) };
+        while tokio::time::timeout(patience(sent), sender.send(frame(sent, 100_000))).await.is_ok()
+        {
             sent += 1;
             assert!(sent < 200, "no backpressure");
         }
@@ -156,14 +159,14 @@ pub async fn device_threads_can_block_on_flows<H: Harness>() {
         (b.open_flow(a.name(), back, FlowClass::Activations), a.accept_flow(b.name(), back));
     let echo = std::thread::spawn(move || {
         for _ in 0..100 {
-            to_a.blocking_send(at_b.blocking_recv(5 * SECOND).unwrap()).unwrap();
+            to_a.blocking_send(at_b.blocking_recv(PATIENCE).unwrap()).unwrap();
         }
         (to_a, at_b)
     });
     let ask = std::thread::spawn(move || {
         for step in 0..100 {
             to_b.blocking_send(frame(step, 16_384)).unwrap();
-            assert_eq!(at_a.blocking_recv(5 * SECOND).unwrap(), frame(step, 16_384));
+            assert_eq!(at_a.blocking_recv(PATIENCE).unwrap(), frame(step, 16_384));
         }
         let error = at_a.blocking_recv(ms(50)).unwrap_err();
         assert!(matches!(error, FlowError::Deadline { after_ms: 50, .. }), "{error}");
@@ -182,15 +185,14 @@ pub async fn bulk_does_not_hold_up_small_calls<H: Harness>() {
             sender.send(frame(0, 8 << 20)).await.unwrap();
         }
     });
+    let arrived = std::sync::Arc::new(std::sync::atomic::AtomicU32::new(0));
+    let count = arrived.clone();
     let drain = tokio::spawn(async move {
-        let mut bytes = 0;
-        while let Ok(frame) = receiver.recv().await {
-            bytes += frame.payload.len();
-            if bytes > 1 << 40 {
-                break;
-            }
+        while receiver.recv().await.is_ok() {
+            count.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         }
     });
+    let whole = Instant::now();
     let mut times = Vec::new();
     for _ in 0..200 {
         let began = Instant::now();
@@ -201,7 +203,10 @@ pub async fn bulk_does_not_hold_up_small_calls<H: Harness>() {
     bulk.abort();
     drain.abort();
     times.sort();
-    // A frame of 8 MiB alone takes longer than this in a debug build.
-    assert!(times[100] < ms(100), "median {:?}", times[100]);
+    let frames = arrived.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(frames > 0, "no bulk was under way");
+    // A call that waited its turn would wait for a whole frame at least.
+    let bound = ms(100).max(whole.elapsed() / frames);
+    assert!(times[100] < bound, "median {:?}, bound {bound:?}", times[100]);
     assert!(is_up(&a, "b"), "heartbeats starved");
 }

@@ -49,7 +49,7 @@ pub async fn every_failure_has_its_own_error<H: Harness>() {
         assert!(matches!(error, Err(CallError::TooBig { .. })), "{error:?}");
         let error = ask(&a, &to, Ask::Big(11_000)).await;
         assert!(matches!(error, Err(CallError::TooBig { .. })), "{error:?}");
-        assert!(started.elapsed() < 3 * SECOND, "an error took long: {:?}", started.elapsed());
+        assert!(started.elapsed() < 10 * SECOND, "an error took long: {:?}", started.elapsed());
         let error = a.call::<Echo>(&to, &Ask::Hold, ms(100)).await;
         assert_eq!(error, Err(CallError::Deadline { to: to.clone(), after_ms: 100 }));
         assert_eq!(ask(&a, &to, Ask::Late(50)).await, Ok(vec![9]));

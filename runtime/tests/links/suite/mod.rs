@@ -1,5 +1,6 @@
 //! The tests, generic over the transport.
 
+pub mod faults;
 pub mod flows;
 pub mod lives;
 pub mod mail;
@@ -13,7 +14,7 @@ macro_rules! suite_for {
         $(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             async fn $test() {
-                let time = std::time::Duration::from_secs(60);
+                let time = std::time::Duration::from_secs(120);
                 tokio::time::timeout(time, $crate::suite::$part::$test::<$harness>()).await.unwrap();
             }
         )*
@@ -43,6 +44,11 @@ macro_rules! suite_for {
             flows frames_of_an_older_life_are_refused
             flows device_threads_can_block_on_flows
             flows bulk_does_not_hold_up_small_calls
+            faults damaged_frames_lose_no_mail_and_double_none
+            faults flows_under_damage_tell_the_truth_or_say_so
+            faults repeated_frames_have_no_effect
+            faults a_stalled_flow_holds_up_nothing_else
+            faults a_start_fails_as_often_as_the_plan_says
         );
     };
 }
