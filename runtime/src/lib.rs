@@ -25,6 +25,7 @@ mod signal;
 pub mod supervise;
 pub mod telemetry;
 pub mod transport;
+pub mod wall;
 
 pub use address::{Address, BadName, Incarnation, NodeName, Peer};
 pub use codec::CodecError;

@@ -1,7 +1,7 @@
 //! Makes the authority and the nodes' bundles where they are missing.
 
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -131,7 +131,7 @@ fn make_bundle(dir: &Path, node: &str) -> Result<(), CertError> {
 
 /// From yesterday, for clocks that differ, for as many days.
 fn set_validity(params: &mut CertificateParams, days: u64) {
-    let today = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_secs() / 86_400;
+    let today = crate::wall::unix_seconds() / 86_400;
     let date = |day: u64| {
         let (year, month, day) = civil(day);
         rcgen::date_time_ymd(year, month, day)

@@ -1,7 +1,6 @@
 //! The counter that tells a node's lives apart.
 
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::{CertError, bundle_path, files};
 
@@ -11,8 +10,7 @@ use super::{CertError, bundle_path, files};
 /// lives shorter than a second): so it also rises when the bundle is copied to a new machine. It fits
 /// 40 bits for as long as clocks are sane.
 pub fn next_incarnation(dir: &Path, node: &str) -> Result<u64, CertError> {
-    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-    next_at(dir, node, now.as_secs())
+    next_at(dir, node, crate::wall::unix_seconds())
 }
 
 pub(super) fn next_at(dir: &Path, node: &str, now: u64) -> Result<u64, CertError> {

@@ -5,6 +5,9 @@ use std::io::IsTerminal;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
+use crate::wall;
+use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::FormatTime;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
 use tracing_subscriber::layer::SubscriberExt;
 use tracing_subscriber::util::SubscriberInitExt;
@@ -77,8 +80,35 @@ fn layer(
     colours: bool,
     filter: EnvFilter,
 ) -> Box<dyn Layer<Registry> + Send + Sync> {
-    let layer = fmt::layer().with_writer(writer).with_ansi(colours).with_target(true);
+    let layer = fmt::layer().with_timer(WallTime).with_writer(writer).with_ansi(colours);
+    let layer = layer.with_target(true);
     if json { layer.json().with_filter(filter).boxed() } else { layer.with_filter(filter).boxed() }
+}
+
+/// Microseconds of the process's wall clock, in UTC (RFC 3339).
+struct WallTime;
+
+impl FormatTime for WallTime {
+    fn format_time(&self, to: &mut Writer<'_>) -> std::fmt::Result {
+        let since = wall::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let (seconds, micros) = (since.as_secs(), since.subsec_micros());
+        let (year, month, day) = date(seconds / 86_400);
+        let (hour, minute, second) = (seconds / 3600 % 24, seconds / 60 % 60, seconds % 60);
+        write!(to, "{year:04}-{month:02}-{day:02}T{hour:02}:{minute:02}:{second:02}.{micros:06}Z")
+    }
+}
+
+/// Year, month and day of a day since 1970 (Hinnant, "chrono-compatible low-level date
+/// algorithms": years that begin in March put the leap day last).
+fn date(days: u64) -> (u64, u64, u64) {
+    let days = days + 719_468;
+    let (era, day) = (days / 146_097, days % 146_097);
+    let year = (day - day / 1460 + day / 36_524 - day / 146_096) / 365;
+    let day = day - (365 * year + year / 4 - year / 100);
+    let month = (5 * day + 2) / 153;
+    let day = day - (153 * month + 2) / 5 + 1;
+    let month = if month < 10 { month + 3 } else { month - 9 };
+    (era * 400 + year + u64::from(month <= 2), month, day)
 }
 
 fn open(path: &PathBuf) -> Result<Arc<LogFile>, LogError> {
@@ -117,6 +147,20 @@ mod tests {
     }
 
     #[test]
+    fn days_have_the_dates_of_the_calendar() {
+        for (days, expected) in [
+            (0, (1970, 1, 1)),
+            (11_016, (2000, 2, 29)),
+            (11_017, (2000, 3, 1)),
+            (20_786, (2026, 11, 29)),
+            (47_540, (2100, 2, 28)),
+            (47_541, (2100, 3, 1)),
+        ] {
+            assert_eq!(date(days), expected);
+        }
+    }
+
+    #[test]
     fn lines_go_to_the_file() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("logs/node.log");
@@ -127,5 +171,9 @@ mod tests {
         });
         let text = std::fs::read_to_string(&path).unwrap();
         assert!(text.contains("a line for the file"), "{text:?}");
+        let (stamp, _) = text.split_once(' ').unwrap();
+        let shape: String =
+            stamp.chars().map(|c| if c.is_ascii_digit() { '0' } else { c }).collect();
+        assert_eq!(shape, "0000-00-00T00:00:00.000000Z", "{stamp}");
     }
 }

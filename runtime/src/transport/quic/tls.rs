@@ -6,9 +6,11 @@ use quinn::TransportConfig;
 use quinn::crypto::rustls::{QuicClientConfig, QuicServerConfig};
 use rustls::RootCertStore;
 use rustls::crypto::CryptoProvider;
-use rustls::pki_types::CertificateDer;
+use rustls::pki_types::{CertificateDer, UnixTime};
 use rustls::server::WebPkiClientVerifier;
+use rustls::time_provider::TimeProvider;
 use std::sync::Arc;
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 const ALPN: &[u8] = b"dunlin/1";
 
@@ -21,7 +23,7 @@ pub(super) fn server(
     let verifier = WebPkiClientVerifier::builder_with_provider(roots(identity)?, provider.clone())
         .build()
         .map_err(|e| e.to_string())?;
-    let mut tls = rustls::ServerConfig::builder_with_provider(provider)
+    let mut tls = rustls::ServerConfig::builder_with_details(provider, SteadyTime::new())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(|e| e.to_string())?
         .with_client_cert_verifier(verifier)
@@ -42,7 +44,7 @@ pub(super) fn client(
     identity: &NodeIdentity,
     transport: Arc<TransportConfig>,
 ) -> Result<quinn::ClientConfig, String> {
-    let mut tls = rustls::ClientConfig::builder_with_provider(provider())
+    let mut tls = rustls::ClientConfig::builder_with_details(provider(), SteadyTime::new())
         .with_protocol_versions(&[&rustls::version::TLS13])
         .map_err(|e| e.to_string())?
         .with_root_certificates(roots(identity)?)
@@ -53,6 +55,27 @@ pub(super) fn client(
     let mut config = quinn::ClientConfig::new(Arc::new(tls));
     config.transport_config(transport);
     Ok(config)
+}
+
+/// What certificates are held against: the wall clock as it stood when the endpoint was made, and
+/// the time that has passed since. A wall clock that jumps cuts no running node off.
+#[derive(Debug)]
+struct SteadyTime {
+    wall: Duration,
+    began: Instant,
+}
+
+impl SteadyTime {
+    fn new() -> Arc<Self> {
+        let wall = crate::wall::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Arc::new(Self { wall, began: Instant::now() })
+    }
+}
+
+impl TimeProvider for SteadyTime {
+    fn current_time(&self) -> Option<UnixTime> {
+        Some(UnixTime::since_unix_epoch(self.wall + self.began.elapsed()))
+    }
 }
 
 /// Node names in the peer's certificate, which the handshake has verified.

@@ -174,6 +174,12 @@ impl WireFaults {
         }
     }
 
+    /// Peers whose addresses are known.
+    pub fn peers(&self) -> Vec<NodeName> {
+        let names: BTreeSet<NodeName> = self.0.state.lock().names.values().cloned().collect();
+        names.into_iter().collect()
+    }
+
     pub fn counters(&self, peer: &NodeName) -> WireCounters {
         self.0.state.lock().lines.get(peer).map_or_else(WireCounters::default, |l| l.counters)
     }
