@@ -134,7 +134,7 @@ impl QuicTransport {
         let client = tls::client(&self.identity, transport);
         let bad = |detail: String| BindError::Certificate { node: name.clone(), detail };
         let (server, client) = (server.map_err(bad)?, client.map_err(bad)?);
-        let (socket, shim) = socket::open(address, listen, &self.options)?;
+        let socket::Opened { socket, shim } = socket::open(address, listen, &self.options)?;
         *self.roster.shim.lock() = shim.as_ref().map_or_else(Weak::new, Arc::downgrade);
         let config = endpoint_config(&self.identity, &self.options);
         let runtime = Arc::new(quinn::TokioRuntime);

@@ -25,11 +25,17 @@ pub trait SocketHook: Debug + Send + Sync + 'static {
     fn wrap(&self, inner: Arc<dyn AsyncUdpSocket>) -> Arc<dyn AsyncUdpSocket>;
 }
 
+/// A socket as the endpoint gets it, and the part of it that faults reach.
+pub(super) struct Opened {
+    pub socket: Arc<dyn AsyncUdpSocket>,
+    pub shim: Option<Arc<ShimSocket>>,
+}
+
 pub(super) fn open(
     address: SocketAddr,
     listen: &str,
     options: &QuicOptions,
-) -> Result<(Arc<dyn AsyncUdpSocket>, Option<Arc<ShimSocket>>), BindError> {
+) -> Result<Opened, BindError> {
     let failed = |error: io::Error| match error.kind() {
         io::ErrorKind::AddrInUse => BindError::InUse {
             address: listen.to_owned(),
@@ -57,7 +63,7 @@ pub(super) fn open(
         None => socket,
     };
     let segments = (MAX_DATAGRAM / usize::from(options.max_udp_payload.max(1200))).max(1);
-    Ok((Arc::new(CappedSocket { inner: socket, segments }), shim))
+    Ok(Opened { socket: Arc::new(CappedSocket { inner: socket, segments }), shim })
 }
 
 #[derive(Debug)]
