@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use dunlin_actors::gateway::{ChatMessage, Detokenizer, TextError, TextModel};
 use dunlin_model::chat::{ChatError, ChatInput, ChatTemplate};
@@ -48,7 +47,7 @@ impl TextModel for ModelText {
 
     fn render_chat(&self, messages: &[ChatMessage]) -> Result<Vec<u32>, TextError> {
         let message = |m: &ChatMessage| json!({"role": m.role, "content": m.content});
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        let now = dunlin_runtime::wall::unix_seconds();
         let input = ChatInput {
             messages: messages.iter().map(message).collect(),
             tools: None,

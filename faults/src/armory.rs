@@ -63,7 +63,8 @@ impl Armory {
         Self { seed, ..Self::default() }
     }
 
-    /// Does a fault of this kind work through sites?
+    /// Does a fault of this kind work through sites in every mode? In processes `stream.stall`
+    /// does besides; in memory the network holds the frames.
     pub fn takes(kind: Kind) -> bool {
         use Kind::*;
         matches!(
@@ -213,7 +214,7 @@ fn fits(fault: &Fault, site: &Site<'_>, ids: &BTreeMap<u64, u64>) -> bool {
         Site::Start { .. } => matches!(fault.kind, ProcessStartFail),
         Site::Message { .. } => matches!(fault.kind, ActorPanic | ActorHang | ActorSlow),
         Site::FrameOut { .. } => {
-            matches!(fault.kind, FrameCorrupt | FrameTruncate | FrameDup | FrameStale)
+            matches!(fault.kind, FrameCorrupt | FrameTruncate | FrameDup | FrameStale | StreamStall)
         }
         Site::Load { .. } => matches!(fault.kind, DeviceOom | BitsWeight),
         Site::Step { .. } => matches!(
@@ -320,6 +321,7 @@ fn action(
         Kind::FrameTruncate => Action::Truncate { keep: random(1) },
         Kind::FrameDup => Action::Duplicate,
         Kind::FrameStale => Action::Stale,
+        Kind::StreamStall => Action::Delay(lasting),
         Kind::DeviceOom => Action::OutOfMemory { bytes: params.bytes.unwrap_or(1 << 30) },
         Kind::DeviceLaunchError => {
             Action::Fail { text: text(), sticky: params.sticky.unwrap_or(false) }

@@ -21,13 +21,13 @@ use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
-use dunlin_runtime::Address;
+use dunlin_runtime::{Address, wall};
 use futures_util::{FutureExt, StreamExt};
 use serde_json::{Value, json};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 use tokio::sync::watch;
 use tracing::Instrument;
 
@@ -63,10 +63,6 @@ impl Drop for Busy {
     fn drop(&mut self) {
         self.0.busy.send_modify(|count| *count = count.saturating_sub(1));
     }
-}
-
-pub fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
 pub fn routes(shared: Arc<Shared>) -> Router {
@@ -141,7 +137,7 @@ async fn generate(
     let shapes = Shapes {
         endpoint,
         id: format!("{prefix}-{:016x}", exchange.first_id()),
-        created: unix_seconds(),
+        created: wall::unix_seconds(),
         model: shared.models.first().cloned().unwrap_or_default(),
         fingerprint: shared.fingerprint.clone(),
         text_model: shared.model.clone(),

@@ -5,9 +5,9 @@ use super::board::{Board, FactSeen, Seen as BoardSeen};
 use super::client::{self, Gateway, Orders};
 use super::cluster::Cluster;
 use super::hub::Hub;
+use super::inside::has_site;
 use super::wire::now_us;
 use super::{Note, http, signals};
-use crate::armory::Armory;
 use crate::fault::{Fault, Kind, Target, Trigger};
 use crate::resolved::RequestSpec;
 use dunlin_actors::facts;
@@ -104,7 +104,7 @@ pub async fn inject(tools: Tools, story: Story, end: End) {
         ClientSlowReader => slow_reader(&tools, &story, end).await,
         ClientBurst => burst(&tools, &story).await,
         ClientMalformed => malformed(&tools, &story).await,
-        _ if Armory::takes(kind) => rules(&tools, &story, end).await,
+        _ if has_site(kind) => rules(&tools, &story, end).await,
         // Links, sockets, clocks: the nodes do it, and say what they read back.
         _ => reach(&tools, &story, end).await,
     }
@@ -371,64 +371,72 @@ async fn twin(tools: &Tools, story: &Story, set: &[(String, String)], end: End) 
 
 // ---- rules in the nodes ------------------------------------------------------------------------
 
-/// Arms it in the nodes; begins when it first hits.
+/// Arms it in the nodes; begins when it first hits. A hit that had no effect (a bit of a sequence
+/// with nothing written yet) is no hit: it is armed again.
 async fn rules(tools: &Tools, story: &Story, mut end: End) {
     let fault = &story.fault;
     let nodes = nodes_of(&fault.target, &tools.nodes);
     let (facts_from, steps) = tools.board.read(|seen| (seen.facts.len(), seen.steps.clone()));
-    // The node whose site triggered it has armed it already, for that very site.
-    if !matches!(fault.when, Trigger::Site { .. } | Trigger::Message { .. }) {
-        tools.hub.arm(fault, &nodes);
-    }
-    let wanted = fault.times.max(1) as usize;
+    let hits = |seen: &BoardSeen| seen.hits.get(&fault.id).map_or(0, Vec::len);
     let lasting = matches!(fault.kind, Kind::ActorSlow | Kind::DeviceSlow);
-    let first = tools.board.wait(PATIENCE * 10, |seen| {
-        seen.hits.get(&fault.id).and_then(|hits| hits.first().cloned())
-    });
-    let hit = tokio::select! {
-        biased;
-        hit = first => hit,
-        _ = &mut end => None,
-    };
-    if hit.is_none() {
-        tools.hub.disarm(&fault.id);
-        return;
-    }
-    if !lasting && fault.lasts_us.is_none() {
-        // All of its times, and no more over all nodes together.
-        let all = tools
-            .board
-            .wait(PATIENCE * 10, |seen| (seen.hits.get(&fault.id)?.len() >= wanted).then_some(()));
+    // The node whose site triggered it has armed it already, for that very site.
+    let mut armed = matches!(fault.when, Trigger::Site { .. } | Trigger::Message { .. });
+    let mut over = false;
+    let mut proof = None;
+    while !over && proof.is_none() {
+        let wanted = tools.board.read(hits) + if lasting { 1 } else { fault.times.max(1) as usize };
+        if !std::mem::take(&mut armed) {
+            tools.hub.arm(fault, &nodes);
+        }
+        let all = tools.board.wait(PATIENCE * 10, |seen| (hits(seen) >= wanted).then_some(()));
         tokio::select! {
             biased;
             _ = all => {}
-            _ = &mut end => {}
+            _ = &mut end => over = true,
         }
-    } else {
+        if lasting && !over {
+            let _ = (&mut end).await;
+            over = true;
+        }
+        if tools.board.read(hits) == 0 {
+            break;
+        }
+        proof = match lasting {
+            true => tools.board.read(|seen| slower(fault, seen, &steps)),
+            false => proven(tools, fault, facts_from).await,
+        };
+        if !over && proof.is_none() {
+            tools.hub.disarm(&fault.id);
+        }
+    }
+    // What hangs does so until the fault's own end.
+    if !over && fault.lasts_us.is_some() {
         let _ = end.await;
     }
     tools.hub.disarm(&fault.id);
-    let told = tools.board.wait(Duration::from_secs(5), |seen| {
-        let proofs = seen.proofs.get(&fault.id)?;
-        proofs.last().map(|last| format!("{last} ({} times)", proofs.len()))
-    });
-    let follows = tools.board.wait(Duration::from_secs(5), |seen| {
-        let facts = seen.facts.get(facts_from..).unwrap_or_default();
-        consequence(fault.kind, facts)
-    });
-    let proof = match lasting {
-        true => tools.board.read(|seen| slower(fault, seen, &steps)),
-        false => tokio::select! {
-            biased;
-            Some(text) = told => Some(text),
-            Some(text) = follows => Some(text),
-            else => None,
-        },
-    };
     if let Some(text) = proof {
-        let hits = tools.board.read(|seen| seen.hits.get(&fault.id).map_or(0, Vec::len));
-        story.proof(format!("hit {hits} times; {text}"));
+        story.proof(format!("hit {} times; {text}", tools.board.read(hits)));
     }
+}
+
+/// What the node read back, or what can only have come of it.
+async fn proven(tools: &Tools, fault: &Fault, facts_from: usize) -> Option<String> {
+    let look = |seen: &BoardSeen| {
+        let told = seen.proofs.get(&fault.id).and_then(|proofs| {
+            proofs.last().map(|last| format!("{last} ({} times)", proofs.len()))
+        });
+        told.or_else(|| consequence(fault.kind, seen.facts.get(facts_from..).unwrap_or_default()))
+    };
+    let within = match fault.kind {
+        // A hang shows when somebody has waited long enough.
+        Kind::ActorHang | Kind::DeviceHang => Duration::from_secs(10),
+        // It is told once the frame has left.
+        Kind::StreamStall => {
+            Duration::from_micros(fault.lasts_us.unwrap_or(0)) + Duration::from_secs(5)
+        }
+        _ => Duration::from_millis(700),
+    };
+    tools.board.wait(within, look).await
 }
 
 /// A fact that can only come of the fault.

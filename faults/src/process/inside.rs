@@ -7,7 +7,7 @@
 
 use super::wire::{FromNode, NodeState, ToNode, now_us};
 use crate::armory::Armory;
-use crate::fault::Fault;
+use crate::fault::{Fault, Kind};
 use crate::schedule::Schedule;
 use dunlin_actors::messages::{
     PlacementCall, PlacementProtocol, PlacementReply, RouterCall, RouterProtocol, RouterReply,
@@ -200,14 +200,14 @@ impl Shared {
         drop(watched);
         for fault in met {
             self.tell(FromNode::Reached { us: now_us(), fault: fault.id.clone() });
-            if Armory::takes(fault.kind) {
+            if has_site(fault.kind) {
                 self.arm(fault);
             }
         }
     }
 
     fn arm(&self, fault: Fault) {
-        if Armory::takes(fault.kind) {
+        if has_site(fault.kind) {
             self.armory.lock().arm(fault);
             self.armed.store(true, Ordering::Relaxed);
             return;
@@ -277,6 +277,11 @@ impl Shared {
         self.watched.lock().clear();
         self.armed.store(false, Ordering::Relaxed);
     }
+}
+
+/// Is it carried out at a site of a node?
+pub(super) fn has_site(kind: Kind) -> bool {
+    Armory::takes(kind) || kind == Kind::StreamStall
 }
 
 fn write(to: &mut impl Write, message: &FromNode) -> std::io::Result<()> {

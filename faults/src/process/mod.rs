@@ -19,6 +19,7 @@ mod hub;
 mod inject;
 pub mod inside;
 mod ports;
+pub mod reach;
 mod rest;
 mod run;
 mod signals;
