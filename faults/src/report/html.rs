@@ -100,5 +100,5 @@ pub fn badge(verdict: super::Outcome) -> String {
         super::Outcome::Fail => ("bad", "✗"),
         super::Outcome::Invalid => ("warn", "?"),
     };
-    format!("<span class=\"badge {class}\">{sign} {}</span>", verdict.name())
+    format!("<span class=\"badge {class}\">{sign} {verdict}</span>")
 }

@@ -14,30 +14,13 @@ mod svg;
 pub mod sweep;
 mod tables;
 
+use crate::invariant::Breach;
 use crate::record::Record;
+use crate::resolved::Resolved;
+pub use crate::verdict::Outcome;
+use crate::verdict::Verdict;
 pub use metrics::{Metrics, Slo};
 use serde::{Deserialize, Serialize};
-
-/// What a run showed.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-#[serde(rename_all = "UPPERCASE")]
-pub enum Outcome {
-    Pass,
-    /// An invariant does not hold.
-    Fail,
-    /// Nothing was shown: a fault never fired or left no proof, or the run was broken without it.
-    Invalid,
-}
-
-impl Outcome {
-    pub fn name(self) -> &'static str {
-        match self {
-            Outcome::Pass => "PASS",
-            Outcome::Fail => "FAIL",
-            Outcome::Invalid => "INVALID",
-        }
-    }
-}
 
 /// What was found of one invariant.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -57,7 +40,7 @@ pub struct InvariantRow {
 pub enum InvariantState {
     Held,
     Violated,
-    /// It has no meaning in this mode or for this plan.
+    /// The plan switched it off.
     NotChecked,
 }
 
@@ -77,7 +60,29 @@ pub struct Report<'a> {
     pub record: &'a Record,
 }
 
+/// Reasons that a page's head lists.
+const MOST_REASONS: usize = 8;
+
 impl<'a> Report<'a> {
+    /// Of a run that was judged.
+    pub fn of(resolved: &Resolved, record: &'a Record, verdict: &Verdict) -> Report<'a> {
+        let slo = Slo {
+            ttft_us: Some(resolved.report.slo_ttft_us),
+            gap_us: Some(resolved.report.slo_gap_us),
+            stall_us: Some(resolved.invariants.stall_us),
+        };
+        let mut why = Vec::new();
+        if verdict.outcome != Outcome::Pass {
+            why.push(verdict.reason.clone());
+            let more = verdict.breaches.iter().skip(1).map(in_words);
+            why.extend(more.take(MOST_REASONS - 1));
+        }
+        let invariants = invariant_rows(verdict);
+        let mut report = Report::new(record, verdict.outcome, why, invariants, slo);
+        report.about = resolved.about.clone();
+        report
+    }
+
     pub fn new(
         record: &'a Record,
         verdict: Outcome,
@@ -123,4 +128,37 @@ impl<'a> Report<'a> {
         }
         serde_json::to_string_pretty(&value)
     }
+}
+
+fn in_words(breach: &Breach) -> String {
+    let request = breach.request.map(|n| format!(" (request {n})")).unwrap_or_default();
+    let at = svg::duration(breach.at_us as f64);
+    format!("{} at {at}{request}: {}", breach.invariant, breach.what)
+}
+
+fn invariant_rows(verdict: &Verdict) -> Vec<InvariantRow> {
+    let checked = verdict.checks.iter().map(|check| {
+        let mine = verdict.breaches.iter().filter(|breach| breach.invariant == check.id);
+        let held = check.breaches == 0;
+        InvariantRow {
+            id: check.id.clone(),
+            name: check.name.clone(),
+            statement: check.statement.clone(),
+            state: if held { InvariantState::Held } else { InvariantState::Violated },
+            checked: String::new(),
+            violations: mine.map(in_words).collect(),
+        }
+    });
+    let off = verdict.off.iter().map(|id| {
+        let known = crate::invariant::find(id);
+        InvariantRow {
+            id: id.clone(),
+            name: known.map_or("", |invariant| invariant.name).to_string(),
+            statement: known.map_or("", |invariant| invariant.statement).to_string(),
+            state: InvariantState::NotChecked,
+            checked: "switched off by the plan".to_string(),
+            violations: Vec::new(),
+        }
+    });
+    checked.chain(off).collect()
 }

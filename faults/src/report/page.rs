@@ -48,7 +48,7 @@ pub fn page(report: &Report<'_>, earlier: Option<&Report<'_>>) -> String {
     out +=
         &tables::facts_of_run(report.record, "<b>Table 7.</b> Environment, and the books at rest.");
     put!(out, "<footer>Repeat this run: <code>{}</code></footer>\n", Escaped(&report.record.repro));
-    let title = format!("{}: {}", report.record.plan, report.verdict.name());
+    let title = format!("{}: {}", report.record.plan, report.verdict);
     document(&title, &out)
 }
 
@@ -85,7 +85,7 @@ fn head(out: &mut String, report: &Report<'_>, earlier: Option<&Report<'_>>) {
             "<p>Compared with {} (seed {}, {}).</p>\n",
             Escaped(&r.plan),
             r.seed,
-            earlier.verdict.name()
+            earlier.verdict
         );
     }
     out.push_str("</header>\n");

@@ -54,7 +54,7 @@ impl Sweep {
                 .zip(&self.axes)
                 .map(|(at, axis)| axis.values.get(*at).cloned().unwrap_or_default())
                 .collect();
-            row.push(cell.run.verdict.name().to_string());
+            row.push(cell.run.verdict.to_string());
             let metrics = tables::rows(&cell.run.metrics);
             row.extend(metrics.iter().map(|r| r.value.map_or_else(String::new, |v| v.to_string())));
             row.push(cell.run.repro.clone());
@@ -164,7 +164,7 @@ impl Grid<'_> {
                 () if has(Outcome::Invalid) => "invalid",
                 () => "pass",
             };
-            (class, 1.0, all.iter().map(|v| v.name()).collect::<Vec<_>>().join(", "))
+            (class, 1.0, all.iter().map(ToString::to_string).collect::<Vec<_>>().join(", "))
         })
     }
 

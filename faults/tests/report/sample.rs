@@ -78,6 +78,7 @@ impl Sample {
         // Every other one streams from the node that dies.
         let on_left = request.is_multiple_of(2);
         let info = RequestInfo {
+            router_id: Some(request),
             tenant: "a".into(),
             prompt_tokens: 24,
             max_tokens: tokens,
