@@ -26,6 +26,9 @@ use tokio::sync::Mutex;
 /// How long a load waits for this node's links to the other nodes of the replica.
 const LINK_PATIENCE: Duration = Duration::from_secs(5);
 
+/// Loads in a row that may find the device lost before the process is given up.
+const DEVICE_TRIES: u32 = 3;
+
 /// What the agent needs. `root` is filled once the node's tree is up.
 #[derive(Clone)]
 pub struct AgentArgs {
@@ -61,6 +64,8 @@ struct State {
 struct Slot {
     hosted: Option<Hosted>,
     loads: u32,
+    /// Loads in a row that failed because the device was lost.
+    lost: u32,
     newest: ReplicaEpoch,
 }
 
@@ -193,25 +198,48 @@ async fn load(
     let spec = replica_spec(&args, &plan);
     let handle = Supervisor::spawn(spec, Some(parent)).await.map_err(|e| e.to_string())?;
     if let Err(verdict) = handle.ready().await {
-        return Err(verdict.to_string());
+        let reason = verdict.to_string();
+        slot.lost = if reason.contains("device lost") { slot.lost + 1 } else { 0 };
+        if slot.lost >= DEVICE_TRIES {
+            give_up(&args, &reason);
+        }
+        return Err(reason);
     }
+    slot.lost = 0;
     slot.hosted = Some(Hosted { plan: plan.clone(), supervisor: handle.clone() });
     slot.loads += 1;
     tokio::spawn(async move {
-        let verdict = handle.wait().await;
-        if verdict == Verdict::Stopped {
-            return;
-        }
+        let deadline = args.options.step_deadline;
+        let reason = tokio::select! {
+            biased;
+            verdict = handle.wait() => match verdict {
+                Verdict::Stopped => return,
+                other => other.to_string(),
+            },
+            reason = super::watch::scheduler_silent(&args.node, &plan, deadline) => {
+                // What hangs would not hear of a stop.
+                handle.cell().kill();
+                reason
+            }
+        };
         // A failing shard has reported itself, with its suspects, before it ended; placement
         // takes the first report of an epoch. This one covers what could not speak for itself.
         let (replica, epoch) = (plan.replica, plan.epoch);
-        let (reason, suspects) = (verdict.to_string(), Vec::new());
+        let suspects = Vec::new();
         let cast = PlacementCast::ReplicaBroken { replica, epoch, reason, suspects };
         if let Err(error) = args.node.cast::<PlacementProtocol>(&args.placement, &cast) {
             tracing::warn!(%error, "could not tell placement");
         }
     });
     Ok(())
+}
+
+/// A device that stays lost is lost to this process: only a new one may get it back.
+fn give_up(args: &AgentArgs, reason: &str) {
+    tracing::error!(node = %args.node.name(), reason, "the process ends, to be started anew");
+    if let Some(root) = args.root.get() {
+        root.cell().kill();
+    }
 }
 
 /// Waits until this node is linked to all others of the plan. The head's links to them may be up

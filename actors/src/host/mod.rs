@@ -8,6 +8,7 @@ mod agent;
 mod probe;
 mod status;
 
+mod watch;
 use crate::engines::{Compute, Engines};
 use crate::facts::{self, tell};
 use crate::gateway::{self, TextModel};
@@ -32,7 +33,7 @@ use std::net::SocketAddr;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
-use tokio::sync::{mpsc, watch};
+use tokio::sync::mpsc;
 
 /// Mailbox role of agents.
 pub const AGENT_ROLE: &str = "agent";
@@ -110,9 +111,9 @@ pub struct Host {
     options: Arc<HostOptions>,
     root: SupervisorHandle,
     http: Option<SocketAddr>,
-    ready: watch::Receiver<probe::Readiness>,
+    ready: tokio::sync::watch::Receiver<probe::Readiness>,
     impossible: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
-    draining: watch::Sender<bool>,
+    draining: tokio::sync::watch::Sender<bool>,
     probe: tokio::task::JoinHandle<()>,
 }
 
@@ -126,7 +127,7 @@ impl Host {
         let router = head(router::ROLE, router::INSTANCE);
         let placement = head(placement::ROLE, placement::INSTANCE);
         let (impossible_in, impossible) = mpsc::unbounded_channel();
-        let (draining, _) = watch::channel(false);
+        let (draining, _) = tokio::sync::watch::channel(false);
         let (ready, probe) =
             probe::start(node.clone(), router.clone(), placement.clone(), draining.subscribe());
         let root_cell: Arc<OnceLock<SupervisorHandle>> = Arc::default();
@@ -186,6 +187,7 @@ impl Host {
             return Err(start_error(verdict.to_string()));
         }
         let _ = root_cell.set(root.clone());
+        watch::start(node.clone(), root.clone(), options.clone());
         let impossible = tokio::sync::Mutex::new(impossible);
         let http = http.get().copied();
         Ok(Host { node, options, root, http, ready, impossible, draining, probe })

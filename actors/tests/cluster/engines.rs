@@ -25,6 +25,10 @@ pub enum Fault {
     Panic(Target),
     NotFinite(Target),
     Fail(Target),
+    /// Once, on rank 1 alone: it computes as if the sequence were not there.
+    Lacks(Target),
+    /// Once, on rank 1 alone: it takes part in none of the step's collectives.
+    Skips(Target),
 }
 
 impl Target {
@@ -143,6 +147,11 @@ impl Engine for FaultyEngine {
         let faults = self.faults.lock().expect("no test panics while it holds this").clone();
         let held = |target: &Target| batch.seqs.iter().any(|seq| target.hits(seq));
         let mut poisoned = Vec::new();
+        if self.inner.stage().rank == 1
+            && let Some(outcome) = self.strays(batch, input, group)
+        {
+            return outcome;
+        }
         for fault in faults {
             match fault {
                 Fault::Panic(target) if held(&target) => panic!("injected by the test"),
@@ -193,6 +202,36 @@ impl Engine for FaultyEngine {
 
     fn write_block(&mut self, block: u32, content: &[u8]) -> Result<(), EngineError> {
         self.inner.write_block(block, content)
+    }
+}
+
+impl FaultyEngine {
+    /// A step of [`Fault::Lacks`] or [`Fault::Skips`], which is over with that.
+    fn strays(
+        &mut self,
+        batch: &Batch,
+        input: Option<&[f32]>,
+        group: &mut dyn Collective,
+    ) -> Option<Result<StageOutput, EngineError>> {
+        let held = |target: &Target| batch.seqs.iter().any(|seq| target.hits(seq));
+        let hit = |fault: &Fault| match fault {
+            Fault::Lacks(target) => held(target) && batch.seqs.len() > 1,
+            Fault::Skips(target) => held(target),
+            _ => false,
+        };
+        let fault = {
+            let mut faults = self.faults.lock().expect("no test panics while it holds this");
+            let at = faults.iter().position(hit)?;
+            faults.remove(at)
+        };
+        Some(match fault {
+            Fault::Lacks(target) => {
+                let mut batch = batch.clone();
+                batch.seqs.retain(|seq| !target.hits(seq));
+                self.inner.step(&batch, input, group)
+            }
+            _ => Ok(StageOutput::Sampled(Vec::new())),
+        })
     }
 }
 

@@ -2,13 +2,14 @@
 
 use dunlin_runtime::{Action, Fact, FaultHook, Site};
 use std::sync::{Arc, Mutex};
+use std::time::Instant;
 
 type Picks = Box<dyn Fn(&Site<'_>) -> bool + Send>;
 
 #[derive(Default)]
 pub struct Hook {
     armed: Mutex<Vec<(Picks, Action, usize)>>,
-    facts: Mutex<Vec<Fact>>,
+    facts: Mutex<Vec<(Instant, Fact)>>,
 }
 
 impl Hook {
@@ -29,7 +30,13 @@ impl Hook {
 
     pub fn facts(&self, name: &str) -> Vec<Fact> {
         let facts = self.facts.lock().expect("never held in a panic");
-        facts.iter().filter(|fact| fact.name == name).cloned().collect()
+        facts.iter().map(|(_, fact)| fact).filter(|fact| fact.name == name).cloned().collect()
+    }
+
+    /// When the first fact of this name was told.
+    pub fn first(&self, name: &str) -> Option<Instant> {
+        let facts = self.facts.lock().expect("never held in a panic");
+        facts.iter().find(|(_, fact)| fact.name == name).map(|(when, _)| *when)
     }
 
     /// What came back as proof of faults that took effect.
@@ -48,7 +55,8 @@ impl FaultHook for Hook {
     }
 
     fn observe(&self, fact: &Fact) {
-        self.facts.lock().expect("never held in a panic").push(fact.clone());
+        let told = (Instant::now(), fact.clone());
+        self.facts.lock().expect("never held in a panic").push(told);
     }
 }
 

@@ -10,3 +10,4 @@ mod harness;
 mod hook;
 mod limits;
 mod placing;
+mod watchdog;
