@@ -16,6 +16,9 @@ use tokio::time::{Instant, timeout};
 /// The larger name dials so much later, so that two nodes seldom dial each other at once.
 const SECOND_DIALLER_MS: u64 = 100;
 
+/// A link that lived for less was not worth much: dialling again waits as after a failed dial.
+const STEADY: Duration = Duration::from_secs(1);
+
 /// Keeps a link to `peer` for as long as the node lives: dials whenever there is none.
 pub(crate) async fn keep_linked(core: Arc<Core>, peer: Arc<PeerShell>) {
     let timing = core.options.timing;
@@ -26,14 +29,20 @@ pub(crate) async fn keep_linked(core: Arc<Core>, peer: Arc<PeerShell>) {
         false => SECOND_DIALLER_MS,
     };
     let mut next = Instant::now() + ms(head_start);
-    let mut was_up = false;
+    let mut seen = 0;
     loop {
         let up = peer.is_up();
-        if was_up && !up {
-            backoff.reset();
-            next = Instant::now() + ms(head_start);
+        let (losses, lived) = peer.losses();
+        if losses > seen && !up {
+            let mut wait = ms(head_start);
+            if lived < STEADY {
+                wait += backoff.next();
+            } else {
+                backoff.reset();
+            }
+            next = Instant::now() + wait;
         }
-        was_up = up;
+        seen = losses;
         let addresses = peer.addresses();
         let idle = up || addresses.is_empty();
         tokio::select! {

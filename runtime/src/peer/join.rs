@@ -68,7 +68,7 @@ impl PeerShell {
                     format!("replaced by a new link with {}", hello.incarnation),
                 ));
             }
-            state.since = Instant::now();
+            state.lost();
             state.resume_until = Some(Instant::now() + ms(resume_ms));
             self.wake.notify_one();
             state.reason = "a new link takes its place".into();
@@ -157,7 +157,7 @@ impl PeerShell {
             if let Some(link) = state.link.take().and_then(|up| up.link) {
                 link.close(CloseReason::new(CloseCode::Lost, reason));
             }
-            state.since = Instant::now();
+            state.lost();
             state.reason = reason.to_owned();
             state.last_error = Some(reason.to_owned());
             state.resume_until = Some(Instant::now() + ms(resume_ms));

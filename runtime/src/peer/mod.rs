@@ -65,6 +65,8 @@ struct State {
     /// While the link is lost: until when the session may be resumed.
     resume_until: Option<Instant>,
     since: Instant,
+    /// Links lost so far, and how long the last one lived.
+    losses: (u64, Duration),
     reason: String,
     last_error: Option<String>,
     rtt: Option<Duration>,
@@ -152,6 +154,7 @@ impl PeerShell {
             next: 1,
             resume_until: None,
             since: now,
+            losses: (0, Duration::ZERO),
             reason: "not connected yet".into(),
             last_error: None,
             rtt: None,
@@ -189,6 +192,11 @@ impl PeerShell {
 
     pub fn is_up(&self) -> bool {
         self.state.lock().link.is_some()
+    }
+
+    /// How many links were lost so far, and how long the last one lived.
+    pub fn losses(&self) -> (u64, Duration) {
+        self.state.lock().losses
     }
 
     pub fn down_reason(&self) -> Option<String> {
@@ -242,6 +250,13 @@ impl PeerShell {
 }
 
 impl State {
+    /// The link is gone.
+    fn lost(&mut self) {
+        let now = Instant::now();
+        self.losses = (self.losses.0 + 1, now.saturating_duration_since(self.since));
+        self.since = now;
+    }
+
     fn fresh(&mut self) -> u64 {
         self.next += 1;
         self.next

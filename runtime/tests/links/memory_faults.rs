@@ -163,6 +163,9 @@ async fn a_half_open_link_is_replaced_and_loses_no_mail() {
         }
         if i == 30 {
             assert_eq!(world.network.half_open(&name("b"), &name("a")), 1);
+            // `b` knows and waits a moment before it dials; `a` notices nothing.
+            tokio::time::sleep(ms(40)).await;
+            assert!(is_up(&world.a, "b") && !is_up(&world.b, "a"));
         }
         if world.a.cast::<Echo>(&to, &i).is_ok() {
             sent.push(i);

@@ -320,7 +320,9 @@ impl FrameSink for MemorySink {
                 if self.state.dead.load(Ordering::Acquire) {
                     let network = &self.state.network.0;
                     network.count(&self.path, |counters| counters.dropped += 1);
+                    continue;
                 }
+                self.state.network.0.traced(&self.path, [&frame.head, &frame.body]);
                 let mut bytes = BytesMut::with_capacity(frame.len());
                 bytes.extend_from_slice(&frame.head);
                 bytes.extend_from_slice(&frame.body);
@@ -353,6 +355,8 @@ impl MemorySource {
         let sent = self.queue.recv().await;
         let at = match &sent {
             Some(Sent::Frame(at, _) | Sent::Finished(at)) => *at,
+            // What the other end did as it died is not to be seen here.
+            None if self.state.dead.load(Ordering::Acquire) => std::future::pending().await,
             None => return Err(LinkError::Reset),
         };
         tokio::time::sleep_until(at).await;
@@ -392,6 +396,8 @@ impl FrameSource for MemorySource {
 
 impl Drop for MemorySource {
     fn drop(&mut self) {
-        self.window.close();
+        if !self.state.dead.load(Ordering::Acquire) {
+            self.window.close();
+        }
     }
 }

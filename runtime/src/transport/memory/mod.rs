@@ -44,6 +44,8 @@ struct Net {
     listeners: BTreeMap<String, Listener>,
     links: Vec<Weak<LinkState>>,
     next_port: u32,
+    born: Instant,
+    trace: u64,
 }
 
 struct Listener {
@@ -61,6 +63,8 @@ impl MemoryNetwork {
             listeners: BTreeMap::new(),
             links: Vec::new(),
             next_port: 1,
+            born: Instant::now(),
+            trace: seed,
         };
         let gates = Signal::new(Gates::default());
         Self(Arc::new(Shared { seed, net: Mutex::new(net), gates }))
@@ -213,6 +217,11 @@ impl MemoryNetwork {
         net.paths.get(&(from.clone(), to.clone())).map_or_else(Counters::default, |p| p.counters)
     }
 
+    /// Hash over all frames so far, in sending order: who to whom, when, and every byte.
+    pub fn trace(&self) -> u64 {
+        self.0.net.lock().trace
+    }
+
     /// Frames sent, and frames lost or links reset by rules, on all paths.
     pub fn counts(&self) -> (u64, u64) {
         let net = self.0.net.lock();
@@ -263,6 +272,25 @@ impl Shared {
         let path = self.path(net, pair);
         let rules = path.rules.unwrap_or(common);
         path.arrival(Instant::now(), class, bytes, &rules)
+    }
+
+    /// Takes a frame that is sent into the trace.
+    fn traced(&self, pair: &Pair, parts: [&[u8]; 2]) {
+        let mut net = self.net.lock();
+        let mut hash = net.trace ^ net.born.elapsed().as_micros() as u64;
+        let mut mix = |word: u64| {
+            hash = (hash ^ word).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+            hash ^= hash >> 29;
+        };
+        for bytes in [pair.0.as_str().as_bytes(), pair.1.as_str().as_bytes(), parts[0], parts[1]] {
+            mix(bytes.len() as u64);
+            for chunk in bytes.chunks(8) {
+                let mut word = [0; 8];
+                word[..chunk.len()].copy_from_slice(chunk);
+                mix(u64::from_le_bytes(word));
+            }
+        }
+        net.trace = hash;
     }
 
     /// Waits until nothing is held between the two.

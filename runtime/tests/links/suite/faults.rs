@@ -216,6 +216,21 @@ pub async fn a_stalled_flow_holds_up_nothing_else<H: Harness>() {
     assert_eq!(plan.count(names::FAULT_DONE), 1);
 }
 
+/// Every link breaks with its first heartbeat: the two try again and again, but ever less often.
+pub async fn a_link_that_never_holds_is_not_dialled_without_pause<H: Harness>() {
+    let harness = H::new();
+    let plan = Plan::new(|site, _| match site {
+        Site::FrameOut { message: "ping", .. } => Some(Action::Truncate { keep: 20 }),
+        _ => None,
+    });
+    let mut options = options(&harness, &["a", "b"]);
+    options.iter_mut().for_each(|o| o.faults = Faults::armed(plan.clone()));
+    let _nodes = [start(&harness, &options[0]).await, start(&harness, &options[1]).await];
+    tokio::time::sleep(3 * SECOND).await;
+    let ups = plan.count(names::PEER_UP);
+    assert!((4..80).contains(&ups), "{ups} ends of links in 3 s");
+}
+
 pub async fn a_start_fails_as_often_as_the_plan_says<H: Harness>() {
     let harness = H::new();
     let plan = Plan::new(|site, n| match site {

@@ -48,6 +48,7 @@ macro_rules! suite_for {
             faults flows_under_damage_tell_the_truth_or_say_so
             faults repeated_frames_have_no_effect
             faults a_stalled_flow_holds_up_nothing_else
+            faults a_link_that_never_holds_is_not_dialled_without_pause
             faults a_start_fails_as_often_as_the_plan_says
         );
     };
