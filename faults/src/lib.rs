@@ -21,4 +21,5 @@ pub mod record;
 pub mod report;
 pub mod resolved;
 pub mod schedule;
+pub mod shrink;
 pub mod verdict;

@@ -152,8 +152,10 @@ impl RequestSpec {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Options {
-    /// Ids or names that are switched off. The verdict names them.
+    /// Ids that are switched off. The verdict names them.
     pub off: BTreeSet<String>,
+    /// Ids that are checked only where a plan asks for them.
+    pub on: BTreeSet<String>,
     /// I2.
     pub oracle: Oracle,
     /// I15: of each supervisor; 0 means the cluster file's.
@@ -173,6 +175,7 @@ impl Default for Options {
     fn default() -> Self {
         Self {
             off: BTreeSet::new(),
+            on: BTreeSet::new(),
             oracle: Oracle::Bitwise,
             restart_max: 0,
             restart_within_us: 0,

@@ -4,6 +4,7 @@ use super::Found;
 use super::case::{Case, Stream};
 use crate::fault::{Expect, Kind, Target};
 use crate::record::FaultRun;
+use dunlin_runtime::faults::names::PEER_DOWN;
 use std::collections::BTreeSet;
 
 /// How long after its end a fault's effect may last.
@@ -103,6 +104,37 @@ pub(super) fn containment(case: &Case<'_>, found: &mut Found) {
         if !case.fired().any(touches) {
             let what = format!("no fault touched it and it failed as {code}: {message}");
             found.add("bystander", us, Some(request), what);
+        }
+    }
+}
+
+/// A peer that is given up needs a fault that takes it, its link or its actors away; being slow,
+/// far or asked too much is none.
+pub(super) fn no_false_death(case: &Case<'_>, found: &mut Found) {
+    use Kind::*;
+    let slow = |kind: Kind| {
+        matches!(
+            kind,
+            ProcessSlow
+                | ActorSlow
+                | DeviceSlow
+                | LinkDelay
+                | LinkLoss
+                | LinkBandwidth
+                | TimerLate
+                | ClockJump
+        ) || kind.name().starts_with("client.")
+    };
+    for fact in case.facts_of(PEER_DOWN) {
+        let explained = case.fired().any(|(began, run)| {
+            !slow(run.kind())
+                && began <= fact.us
+                && fact.us <= case.until(run).max(began) + AFTERMATH_US
+        });
+        // While nodes are taken down for good, after the settle phase, nobody is wrong about it.
+        if !explained && fact.us < case.record.phases.settle_us {
+            let what = format!("{} gave {} up", fact.node, fact.subject);
+            found.add("gave-up", fact.us, None, what);
         }
     }
 }

@@ -1,7 +1,7 @@
 //! What must hold, read from the record of a run.
 //!
 //! Safety (`I1` ... `I23`) holds at every step, under all faults, also beyond the tolerance;
-//! liveness (`L1` ... `L6`) once all is healed; `E1` holds each fault to its `expect`. A checker
+//! liveness (`L1` ... `L6`) once all is healed; `E1` holds each fault to its `expect`, `E2` is checked where a plan asks. A checker
 //! reads a [`Case`] and lists every [`Breach`]; it knows nothing of modes, and a fact that a mode
 //! does not tell breaks nothing.
 
@@ -23,10 +23,12 @@ use serde::{Deserialize, Serialize};
 /// One thing that must hold.
 #[derive(Debug, Clone, Copy)]
 pub struct Invariant {
-    /// `I1` ... `I23`, `L1` ... `L6`, `E1`.
+    /// `I1` ... `I23`, `L1` ... `L6`, `E1`, `E2`.
     pub id: &'static str,
     pub name: &'static str,
     pub statement: &'static str,
+    /// Checked without being asked for.
+    pub by_default: bool,
     check: fn(&Case<'_>, &mut Found),
 }
 
@@ -76,8 +78,11 @@ pub fn find(id: &str) -> Option<&'static Invariant> {
 
 /// All that are on, with what each found, in the order of [`ALL`].
 pub fn check_all(case: &Case<'_>) -> Vec<(&'static Invariant, Vec<Breach>)> {
-    let on = ALL.iter().filter(|invariant| !case.options().off.contains(invariant.id));
-    on.map(|invariant| (invariant, invariant.check(case))).collect()
+    let (on, off) = (&case.options().on, &case.options().off);
+    let checked = ALL.iter().filter(|invariant| {
+        !off.contains(invariant.id) && (invariant.by_default || on.contains(invariant.id))
+    });
+    checked.map(|invariant| (invariant, invariant.check(case))).collect()
 }
 
 const fn row(
@@ -86,10 +91,10 @@ const fn row(
     statement: &'static str,
     check: fn(&Case<'_>, &mut Found),
 ) -> Invariant {
-    Invariant { id, name, statement, check }
+    Invariant { id, name, statement, by_default: true, check }
 }
 
-pub static ALL: [Invariant; 30] = [
+pub static ALL: [Invariant; 31] = [
     row(
         "I1",
         "ends-once",
@@ -225,6 +230,13 @@ pub static ALL: [Invariant; 30] = [
         "a request fails, is refused or changes only where a fault's `expect` allows it",
         expectation::expectation,
     ),
+    Invariant {
+        id: "E2",
+        name: "no-false-death",
+        statement: "nobody is declared dead who is only slow or far away",
+        by_default: false,
+        check: expectation::no_false_death,
+    },
 ];
 
 pub use self::control::same_without_clock;

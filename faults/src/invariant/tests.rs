@@ -435,6 +435,10 @@ const BROKEN: &[Broken] = &[
         }
     }),
     ("L6/stuck", |run| run.record.stuck = Some("r0 waits for a".into())),
+    ("E2/gave-up", |run| {
+        run.resolved.invariants.on.insert("E2".into());
+        run.record.faults[0].fault.kind = Kind::LinkDelay;
+    }),
     ("E1/failed", |run| run.fail(1, "internal_error")),
     ("E1/refused", |run| {
         run.record

@@ -318,6 +318,8 @@ fn options(root: &mut Reader<'_>) -> Result<Options, ConfigError> {
         seen.push(known.id);
         if !table.boolean("on", true)? {
             options.off.insert(known.id.to_string());
+        } else if !known.by_default {
+            options.on.insert(known.id.to_string());
         }
         own_options(&mut table, known.name, &mut options)?;
         table.finish()?;

@@ -13,7 +13,7 @@ use crate::resolved::RequestSpec;
 use dunlin_actors::facts;
 use dunlin_runtime::faults::names;
 use rustix::process::Signal;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc::UnboundedSender;
@@ -78,10 +78,33 @@ pub fn nodes_of(target: &Target, all: &[String]) -> Vec<String> {
     match target {
         Target::Node(node) | Target::Actor { node, .. } => vec![node.clone()],
         Target::Links(links) => {
-            let from: std::collections::BTreeSet<&String> = links.iter().map(|(a, _)| a).collect();
+            let from: BTreeSet<&String> = links.iter().map(|(a, _)| a).collect();
             from.into_iter().cloned().collect()
         }
         Target::Shard { .. } | Target::Request(_) | Target::All => all.to_vec(),
+    }
+}
+
+/// Nodes whose processes the fault hits: for a request or a shard, where its steps ran last.
+fn processes_of(tools: &Tools, target: &Target) -> Vec<String> {
+    let running = |here: &dyn Fn(&str, &[u64]) -> bool| {
+        tools.board.read(|seen| {
+            let steps = seen.running.iter();
+            let found = steps.filter(|((_, shard), requests)| here(shard, requests));
+            let nodes: BTreeSet<String> = found.map(|((node, _), _)| node.clone()).collect();
+            nodes.into_iter().collect()
+        })
+    };
+    match target {
+        Target::Request(number) => {
+            let id = tools.board.read(|seen| seen.ids.get(number).copied());
+            id.map_or_else(Vec::new, |id| running(&|_, requests| requests.contains(&id)))
+        }
+        Target::Shard { replica, stage, rank } => {
+            let wanted = format!("{replica}/{stage}/{rank}");
+            running(&|shard, _| shard == wanted)
+        }
+        other => nodes_of(other, &tools.nodes),
     }
 }
 
@@ -119,7 +142,7 @@ async fn kill(tools: &Tools, story: &Story, end: End) {
         Kind::ProcessStop => Signal::TERM,
         _ => fault.params.signal.as_deref().and_then(signals::named).unwrap_or(Signal::KILL),
     };
-    let nodes = nodes_of(&fault.target, &tools.nodes);
+    let nodes = processes_of(tools, &fault.target);
     let away = fault.lasts_us.is_some();
     if away {
         nodes.iter().for_each(|node| tools.hub.hold(node, &fault.id));
@@ -171,7 +194,7 @@ async fn ready_again(tools: &Tools, node: &str, readies: u32) {
 }
 
 async fn pause(tools: &Tools, story: &Story, end: End) {
-    let nodes = nodes_of(&story.fault.target, &tools.nodes);
+    let nodes = processes_of(tools, &story.fault.target);
     let mut stopped = Vec::new();
     story.began();
     for node in nodes {
@@ -216,7 +239,7 @@ impl Drop for Thaw {
 
 /// Runs for one part of a cycle out of `factor`.
 async fn slow(tools: &Tools, story: &Story, mut end: End) {
-    let nodes = nodes_of(&story.fault.target, &tools.nodes);
+    let nodes = processes_of(tools, &story.fault.target);
     let factor = story.fault.params.factor.unwrap_or(4.0).max(1.01);
     let run = SLOW_CYCLE.div_f64(factor);
     let rest = SLOW_CYCLE - run;

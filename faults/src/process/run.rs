@@ -9,10 +9,11 @@ use super::inject::{self, EXTRA, Story, Tools};
 use super::wire::{FromNode, ToNode, now_us};
 use super::{How, Note, ProcessError, Progress, rest};
 use crate::fault::{Fault, Kind, Mode, Target, Trigger};
-use crate::record::{Event, FaultRun, NodeInfo, Phases, Record, RequestInfo, What};
+use crate::record::{Event, FaultRun, NodeInfo, Phases, PlacedShard, Record, RequestInfo, What};
 use crate::resolved::{RequestSpec, Resolved};
 use crate::schedule::{Due, Schedule};
 use dunlin_actors::facts;
+use dunlin_actors::messages::{ReplicaState, ShardPlace};
 use dunlin_runtime::faults::names;
 use dunlin_runtime::procs::ProcessEvent;
 use std::collections::{BTreeMap, BTreeSet};
@@ -28,6 +29,8 @@ const BASELINE_AT_ONCE: usize = 8;
 const SERVES_WITHIN: Duration = Duration::from_secs(120);
 /// For injectors to undo what they did, once they are told to end.
 const UNDO_WITHIN: Duration = Duration::from_secs(30);
+/// Numbers of questions about placements begin here.
+const PLACING: u64 = 1 << 32;
 const TICK: Duration = Duration::from_millis(100);
 
 pub struct Run<'a> {
@@ -52,6 +55,8 @@ pub struct Run<'a> {
     unsent: BTreeSet<u64>,
     active: BTreeMap<usize, oneshot::Sender<()>>,
     injecting: JoinSet<()>,
+    /// Questions to the head about a replica that came up: when, which, at which epoch.
+    placing: BTreeMap<u64, (u64, String, u64)>,
     tokens: u64,
     ended: usize,
 }
@@ -111,6 +116,7 @@ pub async fn run(plan: &Resolved, how: &How) -> Result<Record, ProcessError> {
         unsent: plan.requests.iter().map(|request| request.number).collect(),
         active: BTreeMap::new(),
         injecting: JoinSet::new(),
+        placing: BTreeMap::new(),
         tokens: 0,
         ended: 0,
     };
@@ -217,6 +223,7 @@ impl Run<'_> {
         for node in self.nodes.clone() {
             self.event(0, What::Node { node, state: "up".into() });
         }
+        self.first_placements().await;
         let mut orders = BTreeMap::new();
         let mut clients = JoinSet::new();
         for request in &self.plan.requests {
@@ -293,6 +300,20 @@ impl Run<'_> {
         let answered = async { while clients.join_next().await.is_some() {} };
         let _ = self.drive(tokio::time::timeout(settle, answered)).await;
         Ok(Phases { warmup_us, chaos_us, settle_us: 0 })
+    }
+
+    /// Where the replicas lie when the workload begins.
+    async fn first_placements(&mut self) {
+        let head = self.cluster.site.config.cluster.head.to_string();
+        let id = PLACING - 1;
+        self.hub.tell(&head, ToNode::Ask { id, replicas: Vec::new() });
+        let board = self.board.clone();
+        let answer = board.wait(Duration::from_secs(5), |seen| seen.answers.get(&id).cloned());
+        for state in self.drive(answer).await.unwrap_or_default().replicas {
+            if !state.places.is_empty() {
+                self.event(0, placement(&state));
+            }
+        }
     }
 
     /// Every request has ended and no fault is in force or has a time to begin at.
@@ -452,6 +473,9 @@ impl Run<'_> {
             FromNode::Running { shard, requests, .. } => {
                 self.board.change(|seen| drop(seen.running.insert((node, shard), requests)));
             }
+            FromNode::Answer { id, state } if self.placing.contains_key(&id) => {
+                self.placed(id, &state.replicas);
+            }
             FromNode::Answer { id, state } => {
                 self.board.change(|seen| drop(seen.answers.insert(id, *state)));
             }
@@ -460,6 +484,22 @@ impl Run<'_> {
                 self.board.change(|seen| seen.facts_lost += count);
             }
             FromNode::Hello { .. } => {}
+        }
+    }
+
+    /// Asks the head where a replica lies that has come up.
+    fn ask_placement(&mut self, us: u64, node: &str, replica: &str, epoch: u64) {
+        let id = PLACING + self.events.len() as u64;
+        if self.hub.tell(node, ToNode::Ask { id, replicas: Vec::new() }) {
+            self.placing.insert(id, (us, replica.to_string(), epoch));
+        }
+    }
+
+    fn placed(&mut self, id: u64, replicas: &[ReplicaState]) {
+        let Some((us, replica, epoch)) = self.placing.remove(&id) else { return };
+        let found = replicas.iter().find(|r| r.replica == replica && r.epoch.0 == epoch);
+        if let Some(state) = found.filter(|state| !state.places.is_empty()) {
+            self.event(us, placement(state));
         }
     }
 
@@ -486,6 +526,9 @@ impl Run<'_> {
             self.schedule.observe(us, &fact.name, &fact.subject, fact.key, fact.value);
         }
         let FactSeen { node, name, subject, key, value, .. } = fact;
+        if name == facts::REPLICA_UP {
+            self.ask_placement(us, &node, &subject, key);
+        }
         self.event(us, What::Fact { node, name, subject, key, value });
     }
 
@@ -641,6 +684,21 @@ impl Run<'_> {
             ("model".into(), self.gateway.model.clone()),
             ("facts_lost".into(), lost.to_string()),
         ])
+    }
+}
+
+fn placement(state: &ReplicaState) -> What {
+    let shard = |place: &ShardPlace| PlacedShard {
+        node: place.node.to_string(),
+        device: place.device.clone(),
+        stage: place.stage,
+        rank: place.spec.rank,
+        layers: (place.spec.layers.start as u64, place.spec.layers.end as u64),
+    };
+    What::Placement {
+        replica: state.replica.clone(),
+        epoch: state.epoch.0,
+        shards: state.places.iter().map(shard).collect(),
     }
 }
 

@@ -159,7 +159,7 @@ impl<'a> Story<'a> {
                 plot.rect(x, (middle - half, middle + half), &class, &title);
             }
             for (number, fault) in self.fired() {
-                let Some(began) = fault.began_us.filter(|_| hits(&fault.fault.target, node)) else {
+                let Some(began) = fault.began_us.filter(|_| self.hits(fault, node)) else {
                     continue;
                 };
                 let x = plot.x.at(began as f64);
@@ -253,12 +253,33 @@ impl<'a> Story<'a> {
                 touched.insert(node.as_str());
             }
         }
-        let is_hit = |name: &str| self.fired().any(|(_, f)| hits(&f.fault.target, name));
+        let is_hit = |name: &str| self.fired().any(|(_, f)| self.hits(f, name));
         let interesting = |name: &str| touched.contains(name) || is_hit(name);
         let mut names: Vec<&str> = nodes.iter().map(|n| n.name.as_str()).collect();
         names.sort_by_key(|name| !interesting(name));
         let lanes: Vec<_> = names.iter().take(MAX_LANES).map(ToString::to_string).collect();
         (lanes, nodes.len() - MAX_LANES)
+    }
+
+    /// Does the fault lie on this node? A shard's is where it was placed last.
+    fn hits(&self, run: &FaultRun, node: &str) -> bool {
+        match &run.fault.target {
+            Target::Node(name) | Target::Actor { node: name, .. } => name == node,
+            Target::Links(links) => links.iter().any(|(from, to)| from == node || to == node),
+            Target::Shard { replica, stage, rank } => {
+                let began = run.began_us.unwrap_or(0);
+                let placed = self.record.events.iter().filter_map(|event| match &event.what {
+                    What::Placement { replica: of, shards, .. }
+                        if of == replica && event.us <= began =>
+                    {
+                        shards.iter().find(|s| s.stage == *stage && s.rank == *rank)
+                    }
+                    _ => None,
+                });
+                placed.last().is_some_and(|shard| shard.node == node)
+            }
+            Target::Request(_) | Target::All => false,
+        }
     }
 
     /// (from, to, state); a node of which nothing was told is up throughout.
@@ -294,15 +315,6 @@ fn state_class(state: &str) -> &'static str {
         "paused" => "paused",
         "down" => "down",
         _ => "other",
-    }
-}
-
-/// Is this node what the fault names? Shards and requests name none.
-fn hits(target: &Target, node: &str) -> bool {
-    match target {
-        Target::Node(name) | Target::Actor { node: name, .. } => name == node,
-        Target::Links(links) => links.iter().any(|(from, to)| from == node || to == node),
-        Target::Shard { .. } | Target::Request(_) | Target::All => false,
     }
 }
 

@@ -251,6 +251,7 @@ fn story(record: &Record) -> Vec<Told> {
             });
         }
     }
+    let nobody = String::new();
     for event in &record.events {
         let (node, name, subject) = match &event.what {
             What::Fact { node, name, subject, key, .. } if is_supervision(name) => {
@@ -264,11 +265,16 @@ fn story(record: &Record) -> Vec<Told> {
             What::Node { node, state } if event.us > 0 => {
                 (node, format!("node {state}"), String::new())
             }
+            What::Placement { replica, epoch, shards } => {
+                let all = shards.iter().map(|s| format!("{}.{} on {}", s.stage, s.rank, s.node));
+                let all = all.collect::<Vec<_>>().join(", ");
+                (&nobody, "placed".to_string(), format!("{replica}, epoch {epoch}: {all}"))
+            }
             _ => continue,
         };
         told.push(Told {
             us: event.us,
-            nodes: vec![node.clone()],
+            nodes: Some(node).filter(|n| !n.is_empty()).cloned().into_iter().collect(),
             name,
             subject,
             count: 1,
