@@ -44,7 +44,6 @@ pub(crate) async fn run(
     let from = Peer { node: peer.name.clone(), incarnation: peer.incarnation() };
     let run = Arc::new(Run { core, peer, from, link: link.clone(), token, small });
     let mut tasks = JoinSet::new();
-    tasks.spawn(watch_silence(run.clone()));
     tasks.spawn(beat(run.clone(), sink, queue));
     tasks.spawn(listen(run.clone(), source));
     for lane in 0..LANES {
@@ -54,6 +53,7 @@ pub(crate) async fn run(
     tokio::select! {
         biased;
         reason = link.closed() => reason,
+        reason = silence(&run) => reason,
         ended = tasks.join_next() => match ended {
             Some(Ok(reason)) => reason,
             Some(Err(error)) => CloseReason::new(CloseCode::Lost, error.to_string()),
@@ -69,18 +69,17 @@ fn lost(error: LinkError) -> CloseReason {
     }
 }
 
-/// Apart from the heartbeats, so that a write that is held up does not hide it.
-async fn watch_silence(run: Arc<Run>) -> CloseReason {
-    let timing = run.core.options.timing;
-    let mut ticks = tokio::time::interval(ms(timing.heartbeat_ms.max(1)));
-    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+/// Waits until nothing was heard for too long. Apart from the heartbeats, so that a write that is
+/// held up does not hide it.
+async fn silence(run: &Run) -> CloseReason {
+    let dead_ms = run.core.options.timing.dead_ms;
     loop {
-        ticks.tick().await;
         let silent_ms = run.peer.silent_ms();
-        if silent_ms > timing.dead_ms {
+        if silent_ms > dead_ms {
             let text = format!("nothing heard for {silent_ms} ms");
             return CloseReason::new(CloseCode::Lost, text);
         }
+        tokio::time::sleep(ms(dead_ms - silent_ms + 1)).await;
     }
 }
 
