@@ -220,6 +220,7 @@ mod tests {
                 actors: vec![actor("front", 0), actor("front/router", 2)],
             }],
             replicas: vec![ReplicaState {
+                places: Vec::new(),
                 replica: "r0".into(),
                 epoch: ReplicaEpoch((7 << 24) + 3),
                 state: "ready".into(),

@@ -530,4 +530,7 @@ pub struct ReplicaState {
     pub reason: String,
     pub since_ms: u64,
     pub shards: Vec<String>,
+    /// What each shard of the plan at hand holds; empty while there is none.
+    #[serde(default)]
+    pub places: Vec<ShardPlace>,
 }

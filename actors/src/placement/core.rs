@@ -332,7 +332,14 @@ impl Placement {
                     State::Resting { reason, .. } => ("resting", reason.clone()),
                     State::Failed { reason } => ("failed", reason.clone()),
                 };
+                let places = match &r.state {
+                    State::Loading { plan, .. }
+                    | State::Starting { plan }
+                    | State::Ready { plan } => plan.shards.clone(),
+                    _ => Vec::new(),
+                };
                 ReplicaState {
+                    places,
                     replica: r.want.name.clone(),
                     epoch: r.epoch,
                     state: state.into(),
