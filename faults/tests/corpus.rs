@@ -77,3 +77,29 @@ fn every_case_that_a_plan_can_say_has_one() {
         assert!(path.exists(), "{} is missing", path.display());
     }
 }
+
+/// The catalogue says of each kind where it can be injected, and the modes agree.
+#[test]
+fn the_modes_inject_what_the_catalogue_says() {
+    for kind in Kind::ALL {
+        let said = row(kind).in_mode(Mode::Process);
+        assert_eq!(dunlin_faults::process::can_inject(kind), said, "{}", kind.name());
+    }
+}
+
+/// The catalogue's rows and the manual's table are the same kinds, parameters and modes.
+#[test]
+fn the_manual_has_a_row_for_each_kind() {
+    let path = root().join("docs/faults.md");
+    let text = std::fs::read_to_string(&path)
+        .unwrap_or_else(|e| panic!("{} cannot be read: {e}", path.display()));
+    for row in &ROWS {
+        let name = format!("`{}`", row.kind.name());
+        let line = text.lines().find(|line| line.starts_with('|') && line.contains(&name));
+        let line = line.unwrap_or_else(|| panic!("{name} has no row in docs/faults.md"));
+        for take in row.takes {
+            let param = take.param.name();
+            assert!(line.contains(param), "the row of {name} does not name `{param}`:\n{line}");
+        }
+    }
+}

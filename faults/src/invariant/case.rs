@@ -108,6 +108,20 @@ impl<'a> Case<'a> {
         own.map(|node| node.name.as_str()).unwrap_or_default()
     }
 
+    /// When the head went down: what its router knew is gone with it, request ids too.
+    pub fn head_losses(&self) -> Vec<u64> {
+        let head = self.head();
+        let losses = self.record.events.iter().filter(|event| {
+            matches!(&event.what, What::Node { node, state } if node == head && state == "down")
+        });
+        losses.map(|event| event.us).collect()
+    }
+
+    /// Did every fact reach the record? A mode that lost some says so.
+    pub fn facts_complete(&self) -> bool {
+        self.record.env.get("facts_lost").is_none_or(|lost| lost == "0")
+    }
+
     /// When the record's last event was.
     pub fn end_us(&self) -> u64 {
         let last = self.record.events.iter().map(|event| event.us).max().unwrap_or(0);

@@ -10,18 +10,9 @@ use dunlin_actors::facts::{
 use dunlin_runtime::faults::names::{LEASE_EXPIRED, PEER_DOWN, PEER_UP};
 use std::collections::BTreeMap;
 
-/// When the head came up anew: what it knew before may be gone with it.
-fn head_starts(case: &Case<'_>) -> Vec<u64> {
-    let head = case.head();
-    let starts = case.record.events.iter().filter(|event| {
-        matches!(&event.what, What::Node { node, state } if node == head && state == "down")
-    });
-    starts.map(|event| event.us).collect()
-}
-
 pub(super) fn one_authority(case: &Case<'_>, found: &mut Found) {
     let head = case.head();
-    let restarts = head_starts(case);
+    let restarts = case.head_losses();
     let mut epochs: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
     for fact in &case.facts {
         let of_head = [EPOCH_BUMPED, REPLICA_UP, TOKEN_LOGGED].contains(&fact.name);
