@@ -9,6 +9,7 @@ pub mod faulty;
 pub mod gateway;
 pub mod host;
 pub mod kv;
+mod lease;
 pub mod messages;
 pub mod placement;
 pub mod router;

@@ -67,6 +67,11 @@ struct World {
     size: usize,
     forks: u32,
     hits: usize,
+    /// A table was forked while it had a block of its own beside an indexed one with the same
+    /// content. If one of the two then changes over to that one, the other goes on holding the
+    /// blocks that come after it without holding it, and it may be evicted first. That costs
+    /// hits, never content.
+    forked_duplicate: bool,
 }
 
 impl World {
@@ -81,6 +86,7 @@ impl World {
             size: size as usize,
             forks: 0,
             hits: 0,
+            forked_duplicate: false,
         }
     }
 
@@ -181,6 +187,9 @@ impl World {
     fn fork(&mut self, at: usize) {
         self.forks += 1;
         let from = &self.seqs[at];
+        let blocks = self.kv.table(from.table).unwrap();
+        let full = &blocks[..from.written / self.size];
+        self.forked_duplicate |= full.iter().any(|&id| !self.kv.pool.is_indexed(id));
         let table = self.kv.fork(from.table).unwrap();
         let naive = self.naive.as_mut().map_or(0, |twin| twin.fork(from.naive));
         let (chain, written) = (from.chain.clone(), from.written);
@@ -205,7 +214,8 @@ impl World {
         let usage = self.kv.usage();
         let real = (usage.free as usize, usage.cached as usize, usage.live as usize);
         assert_eq!(real, twin.usage());
-        assert_eq!(self.kv.pool.orphans(), 0, "a head was evicted before its tail");
+        let orphans = self.kv.pool.orphans();
+        assert!(orphans == 0 || self.forked_duplicate, "a head was evicted before its tail");
         let mut expected: Vec<_> =
             twin.contents().iter().map(|(s, t)| key(&self.kv, s, t)).collect();
         expected.sort_unstable();

@@ -8,6 +8,7 @@ use super::config::SchedulerConfig;
 use super::core::{Input, Measure, Output, Scheduler};
 use crate::facts::{self, tell};
 use crate::kv::SharedKv;
+use crate::lease::LeaseGuard;
 use crate::messages::{
     LoadReport, PlacementCast, PlacementProtocol, ReplicaPlan, RequestId, RouterCast,
     RouterProtocol, SchedulerCall, SchedulerCast, SchedulerEvent, SchedulerProtocol,
@@ -70,6 +71,7 @@ struct State {
     router: Address,
     placement: Address,
     meters: Meters,
+    lease: LeaseGuard,
     _export: Export,
 }
 
@@ -104,6 +106,7 @@ impl Actor for SchedulerActor {
             core,
             started: Instant::now(),
             meters: Meters::new(args.node.name().as_str(), &args.plan.replica),
+            lease: LeaseGuard::new(&args.node),
             node: args.node,
             plan: args.plan,
             kv: args.kv,
@@ -217,6 +220,7 @@ fn target(error: &CastError) -> &Address {
 
 impl State {
     fn input(&mut self, input: Input) -> Result<(), ActorProcessingErr> {
+        self.lease.check().or_else(|reason| self.broken(reason, Vec::new()))?;
         let now = self.started.elapsed();
         let (kind, refused) = (kind(&input), self.core.refused_total());
         let (outputs, load, evicted) = {

@@ -18,6 +18,7 @@ mod watch;
 
 use crate::engines::Compute;
 use crate::facts::{self, tell};
+use crate::lease::LeaseGuard;
 use crate::messages::{
     PlacementCast, PlacementProtocol, ReplicaEpoch, ReplicaPlan, RequestId, SchedulerCast,
     SchedulerProtocol, ShardCast, ShardProtocol,
@@ -83,6 +84,7 @@ struct ShardState {
     next_step: Option<u64>,
     watch: Watch,
     device: Device,
+    lease: LeaseGuard,
     reports: bool,
     scheduler: Address,
     placement: Address,
@@ -119,6 +121,7 @@ impl Actor for ShardActor {
             }
         };
         let device = Device::start(own.instance.clone(), engine, wires, args.compute, report)?;
+        let lease = LeaseGuard::new(&args.node);
         let inbox = myself.clone();
         let export = args.node.export::<ShardProtocol>(ROLE, &own.instance, move |inbound| {
             if let Inbound::Cast { msg, .. } = inbound {
@@ -134,6 +137,7 @@ impl Actor for ShardActor {
             next_step: None,
             watch: Watch::new(args.step_deadline, doing),
             device,
+            lease,
             reports,
             scheduler: args.scheduler,
             placement: args.placement,
@@ -160,6 +164,10 @@ impl Actor for ShardActor {
                 if state.next_step.is_some_and(|next| next != step) {
                     let reason =
                         format!("{}: got step {step}, expected {:?}", state.me, state.next_step);
+                    return state.broken(reason, Vec::new());
+                }
+                if let Err(reason) = state.lease.check() {
+                    let reason = format!("{}: step {step}: {reason}", state.me);
                     return state.broken(reason, Vec::new());
                 }
                 state.next_step = Some(step + 1);

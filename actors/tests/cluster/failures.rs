@@ -135,6 +135,36 @@ async fn a_node_that_was_cut_off_delivers_nothing_stale() {
     cluster.settled(SOON).await;
 }
 
+/// Its prompt takes many steps, which report nothing that would fail for want of the head.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_node_whose_lease_is_out_computes_no_more() {
+    const STEP: Duration = Duration::from_millis(100);
+    const PROMPT: u32 = 3000;
+    let mut setup = Setup::replicas(&["left"]);
+    setup.spec.step_cost = STEP;
+    let whole = STEP * PROMPT / setup.scheduler.step_tokens as u32;
+    let cluster = LocalCluster::start(setup).await;
+    let submitted = tokio::time::Instant::now();
+    let stream = cluster.submit(&cluster.mixed(1, PROMPT, 10)).await;
+    cluster.until("it runs", |s| s.replicas.iter().any(|r| r.load.running > 0)).await;
+    cluster.network.partition(&name("head"), &name("left"));
+    let left = cluster.hosts["left"].node();
+    let mut lease = left.lease();
+    lease.wait_for(|lease| !lease.is_live()).await.expect("the node runs");
+    let scheduler = left.address("scheduler", "left");
+    let status = SchedulerCall::Status;
+    while left.call::<SchedulerProtocol>(&scheduler, &status, SOON).await.is_ok() {
+        let took = submitted.elapsed();
+        assert!(took < whole, "the whole prompt was computed without a lease, in {took:?}");
+        tokio::time::sleep(Duration::from_millis(10)).await;
+    }
+    cluster.network.heal_all();
+    cluster.cancel(1);
+    cluster.await_ready().await;
+    cluster.settled(SOON).await;
+    drop(stream);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_killed_placement_takes_over_what_runs() {
     let cluster = LocalCluster::start(Setup::replicas(&["left", "right"])).await;
