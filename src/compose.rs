@@ -6,29 +6,28 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 use dunlin_actors::engines::{Compute, Engines};
-use dunlin_actors::gateway::{self, ByteModel, TextModel};
-use dunlin_actors::host::{Host, HostOptions, HostParts};
-use dunlin_actors::kv::KEY_SCHEMA;
-use dunlin_actors::placement::core::{Intensity, Replan};
-use dunlin_actors::placement::planner::{PlanLimits, ReplicaWant};
-use dunlin_actors::router::RouterConfig;
-use dunlin_actors::scheduler::SchedulerConfig;
+use dunlin_actors::gateway::{ByteModel, TextModel};
+use dunlin_actors::host::config::{hash_spec, host_options, node_options};
+use dunlin_actors::host::{Host, HostParts};
 use dunlin_actors::telemetry::ACTOR_METRICS;
 use dunlin_faults::process::inside::Inside;
-use dunlin_model::hash_engine::HashSpec;
+use dunlin_faults::process::reach::Reach;
 use dunlin_model::loader::ModelFiles;
 use dunlin_runtime::certs::NodeIdentity;
-use dunlin_runtime::config::{ClusterConfig, EngineSection, HashEngine, NodeConfig, Precision};
+use dunlin_runtime::config::{ClusterConfig, EngineSection, NodeConfig, Precision};
 use dunlin_runtime::telemetry::{RUNTIME_METRICS, init_metrics};
 use dunlin_runtime::transport::quic::{QuicOptions, QuicTransport};
-use dunlin_runtime::{Incarnation, Node, NodeName, NodeOptions, StartError, Timing};
+use dunlin_runtime::{Incarnation, Node, NodeName, StartError};
 
 use crate::engines::{self, HashEngines, ModelEngines, NodeDevices};
 use crate::models;
 use crate::text::ModelText;
 
-/// How long a replica rests after it has failed too often.
-const REPLICA_REST: Duration = Duration::from_secs(5);
+/// What lets a fault runner break this node.
+pub struct Armed {
+    pub inside: Inside,
+    pub reach: Arc<Reach>,
+}
 
 /// Starts everything that the node `name` hosts.
 pub async fn start(
@@ -37,7 +36,7 @@ pub async fn start(
     identity: NodeIdentity,
     incarnation: u64,
     join_deadline: Duration,
-    inside: Option<&Inside>,
+    armed: Option<&Armed>,
 ) -> Result<Host> {
     let own = config.nodes.get(name).context("a node of the configuration")?.clone();
     let metrics = init_metrics(&[RUNTIME_METRICS, ACTOR_METRICS]);
@@ -45,7 +44,7 @@ pub async fn start(
     for replica in &config.replicas {
         config.check_layers(replica, engines.shape().layers())?;
     }
-    let node = node(config, name, &own, identity, Incarnation(incarnation), inside).await?;
+    let node = node(config, name, &own, identity, Incarnation(incarnation), armed).await?;
     let options = host_options(config, &own, join_deadline);
     let metrics = Arc::new(move || metrics.render());
     let parts = HostParts { node, engines, compute: Compute::Threads, text, metrics };
@@ -98,51 +97,27 @@ fn open_model(model: &str, devices: &NodeDevices, has_gateway: bool) -> Result<C
     Ok((Arc::new(engines), text))
 }
 
-fn hash_spec(config: &ClusterConfig, options: &HashEngine) -> HashSpec {
-    let ranks = config.replicas.iter().flat_map(|replica| &replica.stages).map(Vec::len);
-    HashSpec {
-        // The text side has 256 bytes and two special tokens.
-        vocab: options.vocab.max(258),
-        layers: options.layers as usize,
-        context: options.context as usize,
-        heads: ranks.max().unwrap_or(1),
-        eos: None,
-        step_cost: Duration::from_micros(options.step_micros),
-        token_cost: Duration::from_micros(options.token_micros),
-    }
-}
-
 async fn node(
     config: &ClusterConfig,
     name: &NodeName,
     own: &NodeConfig,
     identity: NodeIdentity,
     incarnation: Incarnation,
-    inside: Option<&Inside>,
+    armed: Option<&Armed>,
 ) -> Result<Node> {
     let membership = &config.membership;
     let (heartbeat_ms, lease_ms) = (membership.heartbeat_ms, membership.lease_ms);
-    let quic =
+    let mut quic =
         QuicOptions { idle_ms: lease_ms, keep_alive_ms: heartbeat_ms, ..QuicOptions::default() };
-    let mut options = NodeOptions::new(name.clone(), &config.cluster.name, own.address.to_string());
+    let mut options = node_options(config, name, own);
     options.incarnation = incarnation;
-    options.head = Some(config.cluster.head.clone());
-    options.schema = KEY_SCHEMA;
-    options.faults = inside.map(Inside::faults).unwrap_or_default();
-    options.timing = Timing {
-        heartbeat_ms,
-        dead_ms: lease_ms,
-        lease_ms: lease_ms + lease_ms / 2,
-        resume_ms: 2 * lease_ms,
-        ..Timing::default()
-    };
-    for (peer, node) in config.nodes.iter().filter(|(peer, _)| *peer != name) {
-        options = options.peer(peer.clone(), node.address.to_string());
-    }
-    let transport = QuicTransport::new(Arc::new(identity), quic);
-    let started = Node::start(options, Arc::new(transport)).await;
-    if let (Ok(node), Some(inside)) = (&started, inside) {
-        inside.attach(node.clone(), tokio::runtime::Handle::current());
+    options.faults = armed.map(|armed| armed.inside.faults()).unwrap_or_default();
+    quic.wire = armed.map(|armed| armed.reach.wire());
+    let transport = Arc::new(QuicTransport::new(Arc::new(identity), quic));
+    let started = Node::start(options, transport.clone()).await;
+    if let (Ok(node), Some(armed)) = (&started, armed) {
+        armed.reach.set_transport(transport);
+        armed.inside.attach(node.clone(), tokio::runtime::Handle::current());
     }
     started.map_err(|e| match e {
         StartError::Bind { error, .. } => {
@@ -151,78 +126,4 @@ async fn node(
         }
         other => other.into(),
     })
-}
-
-fn host_options(config: &ClusterConfig, own: &NodeConfig, join_deadline: Duration) -> HostOptions {
-    let nodes = config.nodes.iter();
-    let (scheduler, limits) = (&config.scheduler, &config.limits);
-    let step_deadline = Duration::from_millis(scheduler.step_deadline_ms);
-    HostOptions {
-        cluster: config.cluster.name.clone(),
-        model: config.cluster.model.clone(),
-        head: config.cluster.head.clone(),
-        nodes: nodes.clone().map(|(name, node)| (name.clone(), node.address.to_string())).collect(),
-        workers: nodes
-            .filter(|(_, n)| !n.devices.is_empty())
-            .map(|(name, _)| name.clone())
-            .collect(),
-        http: own.http,
-        wants: wants(config),
-        limits: PlanLimits {
-            block_tokens: config.kv.block_tokens as usize,
-            kv_bytes: config.kv.memory,
-            step_tokens: scheduler.step_tokens as usize,
-        },
-        replica_intensity: Intensity {
-            max: config.restart.max as usize,
-            within: Duration::from_millis(config.restart.within_ms),
-            rest: REPLICA_REST,
-        },
-        replan: Replan {
-            after: Duration::from_millis(config.restart.replan_after_ms),
-            back_after: Duration::from_millis(config.restart.return_after_ms),
-        },
-        node_intensity: config.restart.intensity(),
-        scheduler: SchedulerConfig {
-            step_tokens: scheduler.step_tokens as usize,
-            chunk_tokens: scheduler.chunk_tokens as usize,
-            max_running: scheduler.max_running as usize,
-            prefix_cache: config.kv.prefix_cache,
-            in_flight: scheduler.steps_in_flight.map(|steps| steps as usize),
-            step_target: None,
-            step_deadline,
-        },
-        router: RouterConfig {
-            max_open: limits.max_open_requests as usize,
-            max_waiting: scheduler.max_waiting as usize,
-            ..RouterConfig::default()
-        },
-        gateway: gateway::Limits {
-            body_bytes: usize::try_from(limits.max_body_bytes).unwrap_or(usize::MAX),
-            deadline: Duration::from_millis(limits.request_deadline_ms),
-            ..gateway::Limits::default()
-        },
-        api_keys: api_keys(config),
-        step_deadline,
-        join_deadline,
-    }
-}
-
-fn wants(config: &ClusterConfig) -> Vec<ReplicaWant> {
-    let wanted = config.replicas.iter().map(|replica| {
-        let ranks = |group: &Vec<dunlin_runtime::config::ShardDevice>| {
-            group.iter().map(|shard| (shard.node.clone(), shard.device.clone())).collect()
-        };
-        ReplicaWant {
-            name: replica.name.clone(),
-            stages: replica.stages.iter().map(ranks).collect(),
-            layers: replica.layers.clone(),
-        }
-    });
-    wanted.collect()
-}
-
-fn api_keys(config: &ClusterConfig) -> Vec<gateway::ApiKey> {
-    let keys = config.cluster.api_keys.iter();
-    keys.map(|key| gateway::ApiKey { name: key.tenant.clone(), secret: key.key.clone() }).collect()
 }

@@ -7,6 +7,7 @@ pub mod engines;
 pub mod facts;
 pub mod faulty;
 pub mod gateway;
+pub mod hash_engines;
 pub mod host;
 pub mod kv;
 mod lease;

@@ -280,6 +280,11 @@ impl Node {
         core.stop(&reason);
     }
 
+    /// Ends the node without a word to its peers, as the end of its process would.
+    pub fn crash(&self) {
+        self.core().stop("the process has ended");
+    }
+
     fn core(&self) -> &Arc<Core> {
         &self.0.0
     }

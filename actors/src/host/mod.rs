@@ -5,10 +5,11 @@
 //! where configuration comes from, which transport the node uses, or which devices there are.
 
 mod agent;
+pub mod config;
 mod probe;
 mod status;
-
 mod watch;
+
 use crate::engines::{Compute, Engines};
 use crate::facts::{self, tell};
 use crate::gateway::{self, TextModel};
@@ -178,7 +179,6 @@ impl Host {
             backoff: Backoff::default(),
             children,
             observer: Observer::of(&node),
-            observer: Observer::of(&node),
         };
         let root =
             Supervisor::spawn(spec, None).await.map_err(|error| start_error(error.to_string()))?;
@@ -238,6 +238,7 @@ impl Host {
         let mut impossible = self.impossible.lock().await;
         let node = self.node.name().clone();
         tokio::select! {
+            biased;
             verdict = self.root.wait() => {
                 HostError::Escalated { node, reason: verdict.to_string() }
             }
@@ -294,6 +295,14 @@ impl Host {
         let Ok(Some(cell)) = self.root.child(child).await else { return false };
         cell.kill();
         true
+    }
+
+    /// Ends all actors at once, as the end of the process would; peers are told nothing. For
+    /// simulations, which let the network forget the node first.
+    pub fn crash(self) {
+        self.probe.abort();
+        self.root.cell().kill();
+        self.node.crash();
     }
 
     /// Ends all actors and closes the links, so that peers see it at once.

@@ -4,8 +4,8 @@
 //! token by the probe itself) and as long as the router has a replica to give work to.
 
 use crate::messages::{
-    GatewayCast, GatewayProtocol, PlacementCall, PlacementProtocol, PlacementReply, Request,
-    RequestId, RouterCall, RouterProtocol, RouterReply, StreamEvent,
+    GatewayCast, GatewayProtocol, PlacementCall, PlacementProtocol, PlacementReply, ReplicaState,
+    Request, RequestId, RouterCall, RouterProtocol, RouterReply, StreamEvent,
 };
 use dunlin_model::sampling::SamplingParams;
 use dunlin_runtime::{Address, Inbound, Node};
@@ -19,7 +19,7 @@ const FIRST_TOKEN_DEADLINE: Duration = Duration::from_secs(60);
 const PERIOD_BEFORE: Duration = Duration::from_millis(50);
 const PERIOD_AFTER: Duration = Duration::from_millis(500);
 
-/// The state and, while not ready, the reason.
+/// The state and, while not ready, the reason. A reason beside `ready`: some replica is missing.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Readiness {
     pub ready: bool,
@@ -36,9 +36,9 @@ pub fn start(
     let first = Readiness { ready: false, reason: "nothing has been asked yet".into() };
     let (tell, watch) = watch::channel(first);
     let task = tokio::spawn(async move {
-        let mut proven = false;
+        let (mut proven, mut probes) = (false, 0);
         loop {
-            let state = look(&node, &router, &placement, &draining, &mut proven).await;
+            let state = look(&node, &router, &placement, &draining, &mut proven, &mut probes).await;
             tell.send_if_modified(|old| std::mem::replace(old, state.clone()) != state);
             tokio::time::sleep(if proven { PERIOD_AFTER } else { PERIOD_BEFORE }).await;
         }
@@ -49,10 +49,10 @@ pub fn start(
 /// What the gateway asks before it answers `/health`.
 pub fn as_closure(
     watch: watch::Receiver<Readiness>,
-) -> Arc<dyn Fn() -> Result<(), String> + Send + Sync> {
+) -> Arc<dyn Fn() -> Result<String, String> + Send + Sync> {
     Arc::new(move || {
         let state = watch.borrow();
-        if state.ready { Ok(()) } else { Err(state.reason.clone()) }
+        if state.ready { Ok(state.reason.clone()) } else { Err(state.reason.clone()) }
     })
 }
 
@@ -62,6 +62,7 @@ async fn look(
     placement: &Address,
     draining: &watch::Receiver<bool>,
     proven: &mut bool,
+    probes: &mut u64,
 ) -> Readiness {
     let not = |reason: String| Readiness { ready: false, reason };
     if *draining.borrow() {
@@ -79,12 +80,28 @@ async fn look(
         return not(why_no_replica(node, placement).await);
     }
     if !*proven {
-        if let Err(reason) = one_token(node, router).await {
+        *probes += 1;
+        if let Err(reason) = one_token(node, router, *probes).await {
             return not(reason);
         }
         *proven = true;
     }
-    Readiness { ready: true, reason: String::new() }
+    Readiness { ready: true, reason: missing(node, placement).await }
+}
+
+/// The replicas that do not serve, and why; empty if all do.
+async fn missing(node: &Node, placement: &Address) -> String {
+    match node.call::<PlacementProtocol>(placement, &PlacementCall::Status, DEADLINE).await {
+        Ok(PlacementReply::Status(states)) => {
+            describe(states.iter().filter(|state| state.state != "ready"))
+        }
+        Err(error) => format!("placement cannot be reached: {error}"),
+    }
+}
+
+fn describe<'a>(states: impl Iterator<Item = &'a ReplicaState>) -> String {
+    let one = |s: &ReplicaState| format!("replica {} is {}: {}", s.replica, s.state, s.reason);
+    states.map(one).collect::<Vec<_>>().join("; ")
 }
 
 async fn why_no_replica(node: &Node, placement: &Address) -> String {
@@ -92,22 +109,18 @@ async fn why_no_replica(node: &Node, placement: &Address) -> String {
         Ok(PlacementReply::Status(states)) if states.is_empty() => {
             "no replica is planned yet: waiting for all nodes with devices".into()
         }
-        Ok(PlacementReply::Status(states)) => states
-            .iter()
-            .map(|s| format!("replica {} is {}: {}", s.replica, s.state, s.reason))
-            .collect::<Vec<_>>()
-            .join("; "),
+        Ok(PlacementReply::Status(states)) => describe(states.iter()),
         Err(error) => format!("placement cannot be reached: {error}"),
     }
 }
 
 /// Sends a request of one token through the router, as any client's would go.
-async fn one_token(node: &Node, router: &Address) -> Result<(), String> {
-    // The id is unique in the cluster: node and incarnation name this life of this node.
+async fn one_token(node: &Node, router: &Address, count: u64) -> Result<(), String> {
+    // The id is unique in the cluster: node and incarnation name this life of this node, which
+    // counts its probes.
     let mut hash = blake3::Hasher::new();
     hash.update(node.name().as_str().as_bytes());
     hash.update(&node.incarnation().0.to_le_bytes());
-    let count = PROBES.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
     hash.update(&count.to_le_bytes());
     let mut first = [0; 8];
     first.copy_from_slice(&hash.finalize().as_bytes()[..8]);
@@ -153,5 +166,3 @@ async fn one_token(node: &Node, router: &Address) -> Result<(), String> {
         }
     }
 }
-
-static PROBES: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);

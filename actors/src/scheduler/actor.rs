@@ -18,8 +18,9 @@ use dunlin_model::engine::Batch;
 use dunlin_runtime::{Address, CastError, Export, Inbound, Node, PeerEvent, ReplyPort};
 use metrics::{Counter, Gauge, Histogram};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 use tokio::sync::broadcast::error::RecvError;
+use tokio::time::Instant;
 
 /// Mailbox role of schedulers; the instance is the replica's name.
 pub const ROLE: &str = "scheduler";
@@ -191,6 +192,7 @@ fn watch(node: &Node, shards: Vec<Address>, myself: ActorRef<Msg>) {
     tokio::spawn(async move {
         loop {
             let event = tokio::select! {
+                biased;
                 event = events.recv() => event,
                 _ = myself.wait(None) => return,
             };

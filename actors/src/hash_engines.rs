@@ -1,0 +1,89 @@
+//! The hash engine on every device of a node: [`Engines`] for clusters without a model.
+
+use crate::engines::{Engines, ModelShape};
+use crate::messages::{DeviceDescription, NodeDescription};
+use dunlin_model::engine::{Engine, StageSpec};
+use dunlin_model::hash_engine::{HashEngine, HashSpec};
+use dunlin_model::split::split_layers;
+
+pub struct HashEngines {
+    shape: HashShape,
+    devices: Vec<String>,
+    /// Of each device.
+    bytes: u64,
+}
+
+struct HashShape(HashSpec);
+
+impl HashEngines {
+    /// `bytes`: what each device pretends to have free.
+    pub fn new(spec: HashSpec, devices: Vec<String>, bytes: u64) -> HashEngines {
+        HashEngines { shape: HashShape(spec), devices, bytes }
+    }
+}
+
+impl Engines for HashEngines {
+    fn describe(&self) -> NodeDescription {
+        let device = |id: &String| DeviceDescription {
+            id: id.clone(),
+            description: "hash engine".into(),
+            total_bytes: self.bytes,
+            free_bytes: self.bytes,
+        };
+        NodeDescription {
+            devices: self.devices.iter().map(device).collect(),
+            model_hash: format!("hash {:?}", self.shape.0),
+            version: env!("CARGO_PKG_VERSION").to_string(),
+        }
+    }
+
+    fn shape(&self) -> &dyn ModelShape {
+        &self.shape
+    }
+
+    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
+        let engine = HashEngine::new(self.shape.0.clone(), spec.clone());
+        Ok(Box::new(engine.map_err(|e| e.to_string())?))
+    }
+}
+
+impl ModelShape for HashShape {
+    fn name(&self) -> &str {
+        "hash"
+    }
+
+    fn layers(&self) -> usize {
+        self.0.layers
+    }
+
+    fn context(&self) -> usize {
+        self.0.context
+    }
+
+    fn split_layers(&self, weights: &[f32]) -> Vec<usize> {
+        split_layers(self.0.layers, weights)
+    }
+
+    fn check_ranks(&self, ranks: usize) -> Result<(), String> {
+        let most = self.0.heads;
+        match ranks <= most {
+            true => Ok(()),
+            false => Err(format!("the hash engine splits over {most} ranks")),
+        }
+    }
+
+    fn stage_bytes(&self, _: &StageSpec) -> u64 {
+        0
+    }
+
+    fn kv_block_bytes(&self, spec: &StageSpec) -> u64 {
+        HashEngine::kv_block_bytes(&self.0, spec)
+    }
+
+    fn cache_namespace(&self) -> [u8; 16] {
+        let mut namespace = [0; 16];
+        let text = format!("hash {:?}", self.0);
+        blake3::Hasher::new().update(text.as_bytes()).finalize_xof().fill(&mut namespace);
+        namespace
+    }
+}
