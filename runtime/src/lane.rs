@@ -266,3 +266,7 @@ impl std::fmt::Display for LaneError {
         }
     }
 }
+
+#[cfg(test)]
+#[path = "lane_tests.rs"]
+mod tests;
