@@ -2,7 +2,8 @@
 // tile of the first visible key: a row's result depends on its position and its sequence alone.
 //
 // A workgroup has 16 threads for each of HEADS query heads of one row. Thread t scores key t of the
-// tile; then it owns the vec4s i = t (mod 16) of the head's output.
+// tile; then it owns the vec4s i = t (mod 16) of the head's output: lines marked @own stand for one
+// line each.
 
 @group(0) @binding(0) var<storage, read> arena: array<u32>;
 @group(0) @binding(1) var<storage, read> q: array<f32>;
@@ -31,8 +32,6 @@ var<immediate> p: Params;
 
 const NONE = 0xffffffffu;
 const LOWEST = -3.0e38;
-// vec4s of a head, and of them one thread's most.
-const OWN = (DIM4 + 15u) / 16u;
 
 var<workgroup> scores: array<f32, 16 * HEADS>;
 var<workgroup> shares: array<f32, 16 * HEADS>;
@@ -45,6 +44,14 @@ fn query(at: u32, i: u32) -> vec4<f32> {
     // The store is zero beyond DIM, so what is read there only has to be finite.
     let last = at + DIM - 1u;
     return vec4<f32>(q[at + e], q[min(at + e + 1u, last)], q[min(at + e + 2u, last)], q[min(at + e + 3u, last)]);
+}
+
+fn store(to: u32, i: u32, result: vec4<f32>) {
+    for (var c = 0u; c < 4u; c++) {
+        if (4u * i + c < DIM) {
+            out[to + 4u * i + c] = result[c];
+        }
+    }
 }
 
 @compute @workgroup_size(16, HEADS)
@@ -72,10 +79,9 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
 
     var top = LOWEST;
     var total = 0.0;
-    var sum: array<vec4<f32>, OWN>;
-    for (var i = 0u; i < OWN; i++) {
-        sum[i] = vec4<f32>(0.0);
-    }
+@own    var sum$ = vec4<f32>(0.0);
+@own    // Past the head's end a thread works on some other element, and drops it.
+@own    let own$ = min(t + 16u * $u, DIM4 - 1u);
     for (var tile = first / 16u; tile <= position / 16u; tile++) {
         let token = tile * 16u;
         let block = arena[table + token / p.block_tokens];
@@ -103,30 +109,18 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
         let keep = exp_(top - next);
         top = next;
         total *= keep;
-        for (var i = 0u; i < OWN; i++) {
-            sum[i] *= keep;
-        }
+@own        sum$ *= keep;
         // Slots that were never written may hold anything: they are not read.
         let begin = max(first, token) - token;
         let end = min(position, token + 15u) - token;
         for (var j = begin; j <= end; j++) {
             let share = shares[16u * slot + j];
             total += share;
-            for (var i = 0u; i < OWN; i++) {
-                // Past the head's end a thread reads some other finite value, which it drops.
-                let own = min(t + 16u * i, DIM4 - 1u);
-                sum[i] = fma(vec4<f32>(share), values[base + j * DIM4 + own], sum[i]);
-            }
+@own            sum$ = fma(vec4<f32>(share), values[base + j * DIM4 + own$], sum$);
         }
     }
     let to = row * p.out_stride + head * DIM;
-    for (var i = 0u; i < OWN; i++) {
-        let e = 4u * (t + 16u * i);
-        let result = sum[i] / total;
-        for (var c = 0u; c < 4u; c++) {
-            if (here && e + c < DIM) {
-                out[to + e + c] = result[c];
-            }
-        }
+    if (here) {
+@own        store(to, t + 16u * $u, sum$ / total);
     }
 }

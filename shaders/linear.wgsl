@@ -5,8 +5,9 @@
 // k = j (mod 4) in ascending order, one fused multiply-add each; segments are added in ascending
 // order; the four lanes last.
 //
-// This variant has no barrier: a thread makes ROWS rows of one output column. Software adapters
-// are fast at it, and large products on any.
+// This variant has no barrier: a thread makes some rows of some output columns. Software adapters
+// are fast at it, and large products on any. A line marked @row stands for one line a row, one
+// marked @col for one a column; $r and $c are their numbers.
 //
 // With `experts` set, row r is scaled by shares[r, expert], skipped where that is zero, and added
 // to what `out` holds if `accumulate` is set.
@@ -36,15 +37,19 @@ struct Params {
 }
 var<immediate> p: Params;
 
-fn chain(w: Block, at: u32, before: vec4<f32>) -> vec4<f32> {
-    var s = fma(w.a, x[at], before);
-    s = fma(w.b, x[at + 1u], s);
-    s = fma(w.c, x[at + 2u], s);
-    s = fma(w.d, x[at + 3u], s);
-    s = fma(w.e, x[at + 4u], s);
-    s = fma(w.f, x[at + 5u], s);
-    s = fma(w.g, x[at + 6u], s);
-    return fma(w.h, x[at + 7u], s);
+fn load(at: u32) -> Block {
+    return Block(x[at], x[at + 1u], x[at + 2u], x[at + 3u], x[at + 4u], x[at + 5u], x[at + 6u], x[at + 7u]);
+}
+
+fn chain(w: Block, v: Block, before: vec4<f32>) -> vec4<f32> {
+    var s = fma(w.a, v.a, before);
+    s = fma(w.b, v.b, s);
+    s = fma(w.c, v.c, s);
+    s = fma(w.d, v.d, s);
+    s = fma(w.e, v.e, s);
+    s = fma(w.f, v.f, s);
+    s = fma(w.g, v.g, s);
+    return fma(w.h, v.h, s);
 }
 
 fn store(row: u32, column: u32, sum: vec4<f32>) {
@@ -81,7 +86,7 @@ fn idle(first: u32, count: u32) -> bool {
     return true;
 }
 
-@compute @workgroup_size(32)
+@compute @workgroup_size(LANES)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) local: vec3<u32>) {
     let tile = group.x;
     let lane = local.x;
@@ -89,28 +94,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
     if (idle(first, ROWS)) {
         return;
     }
-    var at: array<u32, ROWS>;
-    var total: array<vec4<f32>, ROWS>;
-    for (var r = 0u; r < ROWS; r++) {
-        at[r] = min(first + r, p.rows - 1u) * p.x_stride;
-        total[r] = vec4<f32>(0.0);
-    }
+@row    let at$r = min(first + $ru, p.rows - 1u) * p.x_stride;
+@row@col    var total$r_$c = vec4<f32>(0.0);
     for (var segment = 0u; segment < p.w.blocks; segment += 8u) {
-        var sum: array<vec4<f32>, ROWS>;
-        for (var r = 0u; r < ROWS; r++) {
-            sum[r] = vec4<f32>(0.0);
-        }
+@row@col        var sum$r_$c = vec4<f32>(0.0);
         for (var b = segment; b < min(segment + 8u, p.w.blocks); b++) {
-            let w = block_at(tile, b, lane);
-            for (var r = 0u; r < ROWS; r++) {
-                sum[r] = chain(w, at[r] + 8u * b, sum[r]);
-            }
+@col            let w$c = block_at(tile, b, lane + $cu * LANES);
+@row            let v$r = load(at$r + 8u * b);
+@row@col            sum$r_$c = chain(w$c, v$r, sum$r_$c);
         }
-        for (var r = 0u; r < ROWS; r++) {
-            total[r] += sum[r];
-        }
+@row@col        total$r_$c += sum$r_$c;
     }
-    for (var r = 0u; r < ROWS; r++) {
-        store(first + r, tile * TILE + lane, total[r]);
-    }
+@row@col    store(first + $ru, tile * TILE + lane + $cu * LANES, total$r_$c);
 }

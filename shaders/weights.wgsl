@@ -35,7 +35,8 @@ fn bytes(q: u32, mask: u32) -> vec4<u32> {
 
 // `scale * code + min`: exact for all types but for the rounding of `+ min`.
 fn values(code: vec4<u32>, scale: f32, low: f32) -> vec4<f32> {
-    return fma(vec4<f32>(code), vec4<f32>(scale), vec4<f32>(low));
+    // Through i32: some processors have no conversion from u32.
+    return fma(vec4<f32>(vec4<i32>(code)), vec4<f32>(scale), vec4<f32>(low));
 }
 
 // Element 4j+i is the low nibble of byte i of word j; 16+4j+i its high one.

@@ -38,8 +38,9 @@ struct Tuning {
     norm_lanes: u32,
     /// Query heads of an attention workgroup.
     attention_heads: u32,
-    /// Rows of a product's thread, where there are that many.
-    many_rows: u32,
+    /// Output columns of a product's thread for one row; rows and columns for many rows.
+    one_row_cols: u32,
+    many_rows: (u32, u32),
 }
 
 impl WgpuBackend {
@@ -54,10 +55,15 @@ impl WgpuBackend {
         };
         let nothing = gpu.storage(16, "a placeholder").map_err(refused)?;
         let rec = Recorder::new(gpu.clone()).map_err(refused)?;
-        // A barrier is dear on a software adapter and threads are few; elsewhere both are cheap.
+        // On a software adapter barriers and loads are dear and eight lanes are one vector; measured
+        // with `cargo bench -p dunlin-wgpu -- types`. Elsewhere threads and barriers are cheap.
         let tuning = match gpu.software {
-            true => Tuning { norm_lanes: 8, attention_heads: 1, many_rows: 4 },
-            false => Tuning { norm_lanes: 64, attention_heads: 4, many_rows: 8 },
+            true => {
+                Tuning { norm_lanes: 8, attention_heads: 1, one_row_cols: 4, many_rows: (4, 4) }
+            }
+            false => {
+                Tuning { norm_lanes: 64, attention_heads: 4, one_row_cols: 1, many_rows: (8, 1) }
+            }
         };
         let (experts, rotations) = Default::default();
         let inner = Mutex::new(Inner { rec, experts, rotations });
@@ -73,6 +79,16 @@ impl WgpuBackend {
     #[doc(hidden)]
     pub fn lose(&self) {
         self.gpu.device.destroy();
+    }
+
+    /// Records one op.
+    pub(crate) fn record(
+        &self,
+        op: impl FnOnce(&mut Recorder) -> Result<(), BackendError>,
+    ) -> Result<(), BackendError> {
+        let rec = &mut self.inner.lock().rec;
+        rec.begin(0)?;
+        op(rec)
     }
 
     /// Records an element-wise kernel over the rows of `x` in use.
@@ -135,7 +151,8 @@ pub(crate) fn linear_part(
         }
     };
     let shares = mix.as_ref().map_or(&backend.nothing, |m| &m.shares.buffer);
-    let rows = if x.rows > 1 { backend.tuning.many_rows } else { 1 };
+    let one = (1, backend.tuning.one_row_cols);
+    let (rows, cols) = if x.rows > 1 { backend.tuning.many_rows } else { one };
     for chunk in &weight.chunks {
         let w = weight.params();
         let params = [
@@ -154,7 +171,7 @@ pub(crate) fn linear_part(
             mix.as_ref().map_or(0, |m| word(m.expert)),
             u32::from(mix.as_ref().is_some_and(|m| m.accumulate)),
         ];
-        let kernel = Kernel::Linear { dtype: layout.dtype, rows };
+        let kernel = Kernel::Linear { dtype: layout.dtype, rows, cols };
         let read = [&chunk.codes, &chunk.scales, &x.buffer, bias_buffer, shares];
         let size = (word(chunk.rows.len()).div_ceil(32), word(x.rows).div_ceil(rows));
         rec.dispatch(kernel, &read, &[&out.buffer], &params, size)?;

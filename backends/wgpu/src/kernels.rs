@@ -8,10 +8,11 @@ use std::collections::HashMap;
 /// One compiled entry point. Its fields are constants of the shader.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Kernel {
-    /// `rows` rows of one output column a thread.
+    /// `rows` rows of `cols` output columns a thread; `cols` divides 32.
     Linear {
         dtype: DType,
         rows: u32,
+        cols: u32,
     },
     Embed(DType),
     Norm {
@@ -76,8 +77,11 @@ impl Kernel {
     fn text(self) -> String {
         let weights = |dtype, rest: &str| [text!("weights"), unpack(dtype), rest].concat();
         let body = match self {
-            Kernel::Linear { dtype, rows } => {
-                format!("const ROWS = {rows}u;\n{}", weights(dtype, text!("linear")))
+            Kernel::Linear { dtype, rows, cols } => {
+                let body = repeat(text!("linear"), "@row", "$r", rows);
+                let body = repeat(&body, "@col", "$c", cols);
+                let head = format!("const ROWS = {rows}u;\nconst LANES = {}u;\n", 32 / cols);
+                head + &weights(dtype, &body)
             }
             Kernel::Embed(dtype) => weights(dtype, text!("embed")),
             Kernel::Norm { in_place, lanes } => {
@@ -90,7 +94,8 @@ impl Kernel {
             Kernel::Rope => text!("rope").to_owned(),
             Kernel::KvWrite { dim } => format!("{}{}", head(dim), text!("kv_write")),
             Kernel::Attention { dim, heads } => {
-                format!("{}const HEADS = {heads}u;\n{}", head(dim), text!("attention"))
+                let body = repeat(text!("attention"), "@own", "$", dim.div_ceil(4).div_ceil(16));
+                format!("{}const HEADS = {heads}u;\n{body}", head(dim))
             }
             Kernel::Gather => text!("gather").to_owned(),
             Kernel::KvCopy => text!("kv_copy").to_owned(),
@@ -112,6 +117,25 @@ const IN_PLACE: &str = "
 @group(0) @binding(1) var<storage, read_write> out: array<f32>;
 fn load(i: u32) -> f32 { return out[i]; }
 ";
+
+/// Writes each line that begins with `mark` `count` times, `number` being 0, 1, ... there. Software
+/// adapters keep arrays that loops index in memory, so such loops are unrolled in the text.
+fn repeat(text: &str, mark: &str, number: &str, count: u32) -> String {
+    let mut out = String::with_capacity(2 * text.len());
+    for line in text.lines() {
+        match line.strip_prefix(mark) {
+            Some(rest) => (0..count).for_each(|n| {
+                out.push_str(&rest.replace(number, &n.to_string()));
+                out.push('\n');
+            }),
+            None => {
+                out.push_str(line);
+                out.push('\n');
+            }
+        }
+    }
+    out
+}
 
 fn head(dim: u32) -> String {
     format!("const DIM = {dim}u;\nconst DIM4 = {}u;\n", dim.div_ceil(4))
@@ -151,7 +175,8 @@ pub fn shader_texts() -> Vec<(String, String, &'static str)> {
     ];
     let mut all = Vec::new();
     for dtype in types {
-        all.extend([1, 4, 8].map(|rows| Kernel::Linear { dtype, rows }));
+        let shapes = [(1, 1), (8, 1), (1, 4), (4, 4)];
+        all.extend(shapes.map(|(rows, cols)| Kernel::Linear { dtype, rows, cols }));
         all.push(Kernel::Embed(dtype));
     }
     for lanes in [8, 64] {
