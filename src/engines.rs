@@ -2,18 +2,22 @@
 //! that names a concrete backend.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dunlin_actors::engines::{Engines, ModelShape};
 use dunlin_actors::messages::{DeviceDescription, NodeDescription};
+use dunlin_backend::Backend;
 use dunlin_cpu::{CpuBackend, CpuError, CpuOptions, Precision};
 use dunlin_model::engine::{Engine, StageSpec};
 use dunlin_model::hash_engine::{HashEngine, HashSpec};
 use dunlin_model::loader::ModelFiles;
+use dunlin_model::manifest::Manifest;
 use dunlin_model::split::{plan_split, split_layers};
-use dunlin_model::stage::{StageWeights, kv_block_bytes, stage_bytes};
+use dunlin_model::stage::{Changed, StageWeights, kv_block_bytes, stage_bytes};
 use dunlin_model::transformer::TransformerEngine;
+use dunlin_wgpu::{WgpuBackend, WgpuError};
 
 /// Changes when the bytes of KV blocks change their meaning.
 const KV_FORMAT: &str = "kv f32 1";
@@ -31,23 +35,112 @@ pub struct NodeDevices {
     pub memory: Option<u64>,
 }
 
-/// The transformer on CPU devices.
+/// The transformer on this node's devices.
 pub struct ModelEngines {
     shape: TransformerShape,
-    devices: BTreeMap<String, CpuDevice>,
+    devices: BTreeMap<String, Box<dyn Holder>>,
     memory: Option<u64>,
 }
 
-/// A device with the weights that it holds, kept over restarts of its shard.
-struct CpuDevice {
-    backend: Arc<CpuBackend>,
-    threads: usize,
-    loaded: Mutex<Option<Loaded>>,
+/// Why a device could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum DeviceError {
+    #[error(transparent)]
+    Cpu(#[from] CpuError),
+    #[error(transparent)]
+    Wgpu(#[from] WgpuError),
+    #[error("device {0}: this build has no backend for it; use cpu, cpu:N or wgpu:N")]
+    Unknown(String),
 }
 
-struct Loaded {
+impl ModelEngines {
+    /// Opens the devices. `name` is the model as users name it.
+    pub fn new(
+        name: &str,
+        mut files: ModelFiles,
+        devices: &NodeDevices,
+    ) -> Result<ModelEngines, DeviceError> {
+        hold_to_manifest(&mut files);
+        let cpus = devices.ids.iter().filter(|id| is_cpu(id)).count();
+        let threads = (devices.threads / cpus.max(1)).max(1);
+        let options = CpuOptions { threads, precision: devices.precision, path: None };
+        let open = |id: &String| Ok((id.clone(), open_device(id, options)?));
+        let made = devices.ids.iter().map(open).collect::<Result<_, DeviceError>>()?;
+        let shape = TransformerShape::new(name, files, devices.precision);
+        Ok(ModelEngines { shape, devices: made, memory: devices.memory })
+    }
+}
+
+/// Has every tensor compared, as it is loaded, with what it was when this file was first read. The
+/// first time there is nothing to compare with: then the manifest is made, beside the load.
+fn hold_to_manifest(files: &mut ModelFiles) {
+    if let Some(manifest) = Manifest::read(files) {
+        return files.hold_to(manifest);
+    }
+    let files = files.clone();
+    std::thread::spawn(move || {
+        if let Err(error) = Manifest::make(&files, 1).write(&files) {
+            tracing::info!(%error, "later loads cannot be compared with this one");
+        }
+    });
+}
+
+/// Whether this build computes on such a device.
+pub fn is_known(id: &str) -> bool {
+    is_cpu(id) || id.starts_with("wgpu:")
+}
+
+fn is_cpu(id: &str) -> bool {
+    id == "cpu" || id.starts_with("cpu:")
+}
+
+fn open_device(id: &str, options: CpuOptions) -> Result<Box<dyn Holder>, DeviceError> {
+    if is_cpu(id) {
+        let open = move || CpuBackend::new(options);
+        let about = |b: &CpuBackend| {
+            let path = format!("{:?}", b.path()).to_lowercase();
+            let plural = if options.threads == 1 { "" } else { "s" };
+            format!("{} thread{plural}, {path}", options.threads)
+        };
+        let backend = open()?;
+        let description = about(&backend);
+        return Ok(Box::new(Held::new(backend, description, open, |_| false)));
+    }
+    if !is_known(id) {
+        return Err(DeviceError::Unknown(id.to_owned()));
+    }
+    let name = id.to_owned();
+    let open = move || WgpuBackend::open(&name);
+    let backend = open()?;
+    let description = backend.info().description;
+    Ok(Box::new(Held::new(backend, description, open, WgpuBackend::broken)))
+}
+
+/// A device with what it holds, whatever computes on it.
+trait Holder: Send + Sync {
+    /// `limit` bytes are all that it may use.
+    fn describe(&self, id: &str, limit: Option<u64>) -> DeviceDescription;
+    /// Makes a shard's engine, with the weights that are there if they are the stage's.
+    fn build(&self, files: &ModelFiles, spec: &StageSpec) -> Result<Box<dyn Engine>, String>;
+}
+
+/// A device with the weights that it holds, kept over restarts of its shard. A device that broke is
+/// opened anew, and its weights are read again.
+struct Held<B: Backend> {
+    description: String,
+    open: Box<dyn Fn() -> Result<B, String> + Send + Sync>,
+    broken: fn(&B) -> bool,
+    state: Mutex<State<B>>,
+}
+
+struct State<B: Backend> {
+    backend: Arc<B>,
+    loaded: Option<Loaded<B>>,
+}
+
+struct Loaded<B: Backend> {
     part: Part,
-    weights: Arc<StageWeights<CpuBackend>>,
+    weights: Arc<StageWeights<B>>,
     bytes: u64,
 }
 
@@ -61,38 +154,31 @@ struct Part {
     ranks: usize,
 }
 
-impl ModelEngines {
-    /// Starts the devices' threads. `name` is the model as users name it.
-    pub fn new(
-        name: &str,
-        files: ModelFiles,
-        devices: &NodeDevices,
-    ) -> Result<ModelEngines, CpuError> {
-        let share = (devices.threads / devices.ids.len().max(1)).max(1);
-        let mut made = BTreeMap::new();
-        for id in &devices.ids {
-            let options = CpuOptions { threads: share, precision: devices.precision, path: None };
-            let backend = Arc::new(CpuBackend::new(options)?);
-            let loaded = Mutex::new(None);
-            made.insert(id.clone(), CpuDevice { backend, threads: share, loaded });
-        }
-        let shape = TransformerShape::new(name, files, devices.precision);
-        Ok(ModelEngines { shape, devices: made, memory: devices.memory })
+impl<B: Backend> Held<B> {
+    fn new<E: Display>(
+        backend: B,
+        description: String,
+        open: impl Fn() -> Result<B, E> + Send + Sync + 'static,
+        broken: fn(&B) -> bool,
+    ) -> Self {
+        let open = Box::new(move || open().map_err(|e| e.to_string()));
+        let state = Mutex::new(State { backend: Arc::new(backend), loaded: None });
+        Self { description, open, broken, state }
+    }
+
+    /// A panic while loading leaves what was there before.
+    fn state(&self) -> MutexGuard<'_, State<B>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl CpuDevice {
-    /// A panic while loading leaves what was there before.
-    fn loaded(&self) -> MutexGuard<'_, Option<Loaded>> {
-        self.loaded.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
+impl<B: Backend> State<B> {
     /// The part's weights, read only if they are not what the device holds.
     fn weights(
-        &self,
+        &mut self,
         files: &ModelFiles,
         spec: &StageSpec,
-    ) -> Result<Arc<StageWeights<CpuBackend>>, String> {
+    ) -> Result<Arc<StageWeights<B>>, String> {
         let part = Part {
             layers: spec.layers.clone(),
             first: spec.first,
@@ -100,37 +186,59 @@ impl CpuDevice {
             rank: spec.rank,
             ranks: spec.ranks,
         };
-        let mut loaded = self.loaded();
-        if let Some(held) = loaded.as_ref().filter(|held| held.part == part) {
-            metrics::counter!("dunlin_weights_reload_total", "avoided" => "true").increment(1);
-            return Ok(held.weights.clone());
+        if let Some(held) = self.loaded.as_ref().filter(|held| held.part == part) {
+            match held.weights.verify(self.backend.as_ref()) {
+                Ok(()) => {
+                    metrics::counter!("dunlin_weights_reload_total", "avoided" => "true")
+                        .increment(1);
+                    return Ok(held.weights.clone());
+                }
+                // Whatever did it, the file still has the right ones.
+                Err(Changed { tensor, was, is }) => {
+                    let device = self.backend.info().id;
+                    tracing::error!(device, tensor, was, is, "a weight has changed in memory");
+                }
+            }
         }
         // First, so that both are never held at once.
-        *loaded = None;
+        self.loaded = None;
         metrics::counter!("dunlin_weights_reload_total", "avoided" => "false").increment(1);
         let weights = StageWeights::load(self.backend.as_ref(), files, spec);
         let weights = Arc::new(weights.map_err(|e| e.to_string())?);
         let bytes = weights.bytes(self.backend.as_ref());
-        *loaded = Some(Loaded { part, weights: weights.clone(), bytes });
+        self.loaded = Some(Loaded { part, weights: weights.clone(), bytes });
         Ok(weights)
+    }
+}
+
+impl<B: Backend> Holder for Held<B> {
+    fn describe(&self, id: &str, limit: Option<u64>) -> DeviceDescription {
+        let state = self.state();
+        let info = state.backend.info();
+        let held = state.loaded.as_ref().map_or(0, |loaded| loaded.bytes);
+        let total = limit.unwrap_or(info.total_bytes);
+        let free_bytes = total.min(info.free_bytes.saturating_add(held));
+        let description = self.description.clone();
+        DeviceDescription { id: id.to_string(), description, total_bytes: total, free_bytes }
+    }
+
+    fn build(&self, files: &ModelFiles, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
+        let mut state = self.state();
+        if (self.broken)(&state.backend) {
+            tracing::warn!(device = %state.backend.info().id, "opening a broken device anew");
+            state.loaded = None;
+            state.backend = Arc::new((self.open)()?);
+        }
+        let weights = state.weights(files, spec)?;
+        let engine = TransformerEngine::new(state.backend.clone(), weights, spec.clone());
+        Ok(Box::new(engine.map_err(|e| e.to_string())?))
     }
 }
 
 impl Engines for ModelEngines {
     fn describe(&self) -> NodeDescription {
-        let devices = self.devices.iter().map(|(id, device)| {
-            let path = format!("{:?}", device.backend.path()).to_lowercase();
-            let plural = if device.threads == 1 { "" } else { "s" };
-            let held = device.loaded().as_ref().map_or(0, |loaded| loaded.bytes);
-            let count = self.devices.len() as u64;
-            device_description(
-                id,
-                format!("{} thread{plural}, {path}", device.threads),
-                self.memory,
-                held,
-                count,
-            )
-        });
+        let share = self.memory.map(|limit| limit / self.devices.len().max(1) as u64);
+        let devices = self.devices.iter().map(|(id, device)| device.describe(id, share));
         NodeDescription {
             devices: devices.collect(),
             model_hash: self.shape.hash.clone(),
@@ -145,24 +253,20 @@ impl Engines for ModelEngines {
     fn build(&self, device: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
         let known = self.devices.get(device);
         let on = known.ok_or_else(|| format!("this node has no device {device}"))?;
-        let weights =
-            on.weights(&self.shape.files, spec).map_err(|e| format!("device {device}: {e}"))?;
-        let engine = TransformerEngine::new(on.backend.clone(), weights, spec.clone());
-        Ok(Box::new(engine.map_err(|e| format!("device {device}: {e}"))?))
+        on.build(&self.shape.files, spec).map_err(|e| format!("device {device}: {e}"))
     }
 }
 
-/// Free is what the machine could still give, plus what the device already holds for its shard.
+/// Of a device that takes its share of the machine's memory, or of what the node may use.
 fn device_description(
     id: &str,
     description: String,
     limit: Option<u64>,
-    held: u64,
     devices: u64,
 ) -> DeviceDescription {
     let (machine, available) = machine_memory();
     let total = limit.map_or(machine, |limit| limit / devices.max(1));
-    let free = total.min(available + held);
+    let free = total.min(available);
     DeviceDescription { id: id.to_string(), description, total_bytes: total, free_bytes: free }
 }
 
@@ -258,7 +362,7 @@ impl HashEngines {
 impl Engines for HashEngines {
     fn describe(&self) -> NodeDescription {
         let count = self.devices.len() as u64;
-        let one = |id: &String| device_description(id, "hash engine".into(), self.memory, 0, count);
+        let one = |id: &String| device_description(id, "hash engine".into(), self.memory, count);
         NodeDescription {
             devices: self.devices.iter().map(one).collect(),
             model_hash: format!("hash {:?}", self.shape.0),

@@ -92,7 +92,8 @@ pub struct NodeConfig {
     pub address: SocketAddr,
     /// Where its gateway listens (TCP); no gateway if absent. Port 0 takes any free port.
     pub http: Option<SocketAddr>,
-    /// `cpu` or `cpu:N` (a share of the cores of its own), `cuda:N`, `wgpu:N`. Default none.
+    /// `cpu` or `cpu:N` (a share of the cores of its own), `cuda:N`, `wgpu:N`,
+    /// `wgpu:vulkan:N` or `wgpu:` and a part of an adapter's name. Default none.
     pub devices: Vec<String>,
     /// Compute threads. Default: see [`ClusterConfig::threads_of`].
     pub threads: Option<usize>,

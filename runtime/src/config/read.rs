@@ -171,7 +171,7 @@ fn devices(table: &mut Reader<'_>) -> Result<Vec<String>, ConfigError> {
             return Err(table.wrong_type(&key, "a string", item, "write \"cpu\" or \"cuda:0\""));
         };
         if !is_device(device) {
-            let mend = "use cpu, cpu:N, cuda:N or wgpu:N";
+            let mend = "use cpu, cpu:N, cuda:N, wgpu:N, wgpu:vulkan:N or wgpu:NAME";
             return Err(table.bad(&key, "unknown device", mend));
         }
         if devices.contains(device) {
@@ -183,12 +183,18 @@ fn devices(table: &mut Reader<'_>) -> Result<Vec<String>, ConfigError> {
 }
 
 fn is_device(text: &str) -> bool {
+    let number = |n: &str| n.bytes().all(|b| b.is_ascii_digit()) && n.parse::<u8>().is_ok();
     match text.split_once(':') {
         None => text == "cpu",
-        Some((kind, number)) => {
-            let plain = !number.is_empty() && number.bytes().all(|b| b.is_ascii_digit());
-            ["cpu", "cuda", "wgpu"].contains(&kind) && plain && number.parse::<u8>().is_ok()
-        }
+        Some(("cpu" | "cuda", n)) => number(n),
+        Some(("wgpu", which)) => match which.split_once(':') {
+            None if which.bytes().all(|b| b.is_ascii_digit()) => number(which),
+            // Part of an adapter's name. Stages are written NODE/DEVICE.
+            None => !which.contains('/'),
+            Some(("vulkan" | "metal" | "dx12", n)) => number(n),
+            Some(_) => false,
+        },
+        Some(_) => false,
     }
 }
 
