@@ -273,6 +273,27 @@ fn a_cluster_comes_up_survives_a_kill_and_drains() {
     assert!(log.contains("draining"), "{log}");
 }
 
+/// L27: the ports are those of a cluster that runs.
+#[test]
+fn a_second_process_on_a_port_is_told_who_holds_it() {
+    let (folder, other) = (Folder::new(), Folder::new());
+    let config = Ports::new().config();
+    folder.write("cluster.toml", &config);
+    other.write("cluster.toml", &config);
+    let mut up = Up::start(&folder, &["up"]);
+    let pids = ["left", "right", "front"].map(|n| pid_of(&up.until(&format!("{n}: process"))));
+    up.until("ready: ");
+    for (node, pid) in ["left", "right", "front"].into_iter().zip(pids) {
+        let key = format!("node.{node}.address");
+        let holder = format!("is already in use by dunlin (pid {pid})");
+        refused(&other, &["node", "--name", node], &[&key, &holder, "choose another"]);
+    }
+    refused(&other, &["up"], &["is already in use by dunlin (pid "]);
+    // The holder has not noticed.
+    let status = text(&folder.run(&["status"]).stdout);
+    assert!(status.contains("· ready"), "{status}");
+}
+
 #[test]
 fn run_starts_answers_and_stops() {
     let folder = Folder::new();
