@@ -298,7 +298,8 @@ async fn health(State(shared): State<Arc<Shared>>) -> Response {
         (shared.ready)()
     };
     let (code, mut body) = match state {
-        Ok(()) => (StatusCode::OK, json!({"status": "ready"})),
+        Ok(missing) if missing.is_empty() => (StatusCode::OK, json!({"status": "ready"})),
+        Ok(missing) => (StatusCode::OK, json!({"status": "degraded", "reason": missing})),
         Err(reason) => {
             let body = json!({"status": "not ready", "reason": reason});
             (StatusCode::SERVICE_UNAVAILABLE, body)

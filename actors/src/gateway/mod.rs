@@ -43,8 +43,8 @@ use std::future::Future;
 use std::io;
 use std::net::SocketAddr;
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
@@ -52,8 +52,9 @@ use tokio::task::{AbortHandle, JoinHandle};
 
 const ROUTER_RESTARTED: &str = "the router was restarted and has lost this request";
 
-/// Whether the cluster can serve; if not, why.
-pub type Ready = Arc<dyn Fn() -> Result<(), String> + Send + Sync>;
+/// Whether the cluster can serve; if not, why. Where it serves with less than it should have, what
+/// is missing; else an empty text.
+pub type Ready = Arc<dyn Fn() -> Result<String, String> + Send + Sync>;
 /// Metrics in Prometheus' text format.
 pub type MetricsText = Arc<dyn Fn() -> String + Send + Sync>;
 /// The answer of `/cluster/status`.
@@ -102,6 +103,8 @@ pub enum GatewayMessage {
     Drained,
     /// The server's task is over: by drain, or because it broke.
     ServerEnded,
+    /// Is anybody there?
+    Ping(RpcReplyPort<()>),
     /// A message from the router, which takes this way only while a fault plan is armed.
     Cast(GatewayCast),
 }
@@ -112,6 +115,7 @@ impl GatewayMessage {
             GatewayMessage::Drain(_) => "Drain",
             GatewayMessage::Drained => "Drained",
             GatewayMessage::ServerEnded => "ServerEnded",
+            GatewayMessage::Ping(_) => "Ping",
             GatewayMessage::Cast(GatewayCast::Event { .. }) => "Event",
         }
     }
@@ -157,7 +161,7 @@ pub async fn start_gateway(
         ready: args.ready,
         metrics: args.metrics,
         status: args.status,
-        started: http::unix_seconds(),
+        started: dunlin_runtime::wall::unix_seconds(),
         draining: AtomicBool::new(false),
         busy: watch::Sender::new(0),
     });
@@ -174,6 +178,13 @@ pub async fn drain(gateway: &ActorCell, patience: Duration) -> bool {
     let gateway: ActorRef<GatewayMessage> = gateway.clone().into();
     let answer = gateway.call(GatewayMessage::Drain, Some(patience)).await;
     matches!(answer, Ok(ractor::rpc::CallResult::Success(())))
+}
+
+/// Whether the gateway's actor answers within `patience`; also true if it has ended.
+pub async fn answers(gateway: &ActorCell, patience: Duration) -> bool {
+    let gateway: ActorRef<GatewayMessage> = gateway.clone().into();
+    let answer = gateway.call(GatewayMessage::Ping, Some(patience)).await;
+    !matches!(answer, Ok(ractor::rpc::CallResult::Timeout))
 }
 
 /// The actor: owns the mailbox and the server, and ends both.
@@ -239,6 +250,7 @@ impl Actor for Gateway {
         let node = &state.shared.registry.node;
         crate::faulty::message(node, "gateway", "main", message.name()).await;
         match message {
+            GatewayMessage::Ping(reply) => drop(reply.send(())),
             GatewayMessage::Cast(cast) => state.shared.registry.dispatch(cast),
             GatewayMessage::Drain(reply) => {
                 state.waiting.push(reply);

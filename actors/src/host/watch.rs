@@ -7,13 +7,13 @@ use crate::messages::{
     AgentCall, AgentProtocol, PlacementCall, PlacementProtocol, ReplicaPlan, RouterCall,
     RouterProtocol, SchedulerCall, SchedulerProtocol,
 };
-use crate::{placement, router, scheduler};
+use crate::{gateway, placement, router, scheduler};
 use dunlin_runtime::supervise::SupervisorHandle;
 use dunlin_runtime::{CallError, Node, Protocol};
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Watches this node's agent and, on the head, router and placement, for as long as `root` runs.
+/// Watches this node's agent and gateway and, on the head, router and placement, for as long as `root` runs.
 pub fn start(node: Node, root: SupervisorHandle, options: Arc<HostOptions>) {
     let deadline = options.step_deadline;
     let agent = (node.clone(), root.clone());
@@ -22,6 +22,18 @@ pub fn start(node: Node, root: SupervisorHandle, options: Arc<HostOptions>) {
         let ask = || silent::<AgentProtocol>(&node, AGENT_ROLE, "main", AgentCall::Tree, deadline);
         kill_silent(&root, "agent", deadline, ask).await;
     });
+    if options.http.is_some() {
+        let root = root.clone();
+        tokio::spawn(async move {
+            let ask = || async {
+                match root.child(super::GATEWAY).await {
+                    Ok(Some(cell)) => !gateway::answers(&cell, deadline).await,
+                    _ => false,
+                }
+            };
+            kill_silent(&root, super::GATEWAY, deadline, ask).await;
+        });
+    }
     if options.head != *node.name() {
         return;
     }

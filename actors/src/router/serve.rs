@@ -156,8 +156,13 @@ impl Router {
         if here && open.is_some_and(|open| open.attempt() == attempt) {
             return true;
         }
+        let known = open.is_none_or(|open| attempt <= open.attempt());
         self.note(Note::Stale { kind: if open.is_some() { "attempt" } else { "ended" } });
-        if working && let Some(replica) = self.fleet.get(slot) {
+        // One that was never handed out is nonsense; to cancel it would cancel the one that runs.
+        if working
+            && known
+            && let Some(replica) = self.fleet.get(slot)
+        {
             let epoch = replica.info.epoch;
             let to = replica.info.scheduler.clone();
             let cast = SchedulerCast::Cancel { epoch, request: id, attempt };

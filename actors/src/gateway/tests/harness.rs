@@ -108,7 +108,7 @@ pub async fn world_on(node: Node, plan: Plan, change: impl FnOnce(&mut GatewayAr
         fingerprint: "fp_test".into(),
         limits: Limits { first_event: Duration::from_millis(200), ..Limits::default() },
         api_keys: vec![],
-        ready: Arc::new(move || asked.lock().clone()),
+        ready: Arc::new(move || asked.lock().clone().map(|()| String::new())),
         metrics: Arc::new(|| "dunlin_up 1\n".into()),
         status: Arc::new(|| Box::pin(async { serde_json::json!({"nodes": 1}) })),
     };
