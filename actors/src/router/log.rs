@@ -52,6 +52,8 @@ pub(super) struct Trouble {
     pub strikes: u32,
     pub fruitless: u32,
     pub suspicions: u32,
+    /// Lives of replicas that it could not be sent to.
+    pub unreachable: Vec<(Slot, ReplicaEpoch)>,
 }
 
 impl Trouble {

@@ -88,9 +88,19 @@ impl Router {
         let mut walks: Vec<([u8; 16], u32, Vec<u32>)> = Vec::new();
         let mut best: Option<(_, Choice)> = None;
         let mut candidates = 0;
+        // It is not sent twice to where it could not be sent, as long as there is anywhere else.
+        let unreachable = open.trouble.unreachable.clone();
+        let avoided =
+            |slot: Slot, replica: &Replica| unreachable.contains(&(slot, replica.info.epoch));
+        let elsewhere = self.fleet.ready().any(|(slot, replica)| {
+            !avoided(slot, replica) && !replica.draining && replica.info.max_sequence_tokens >= need
+        });
         for (slot, replica) in self.fleet.ready() {
             let info = &replica.info;
             if info.max_sequence_tokens < need || !self.has_room(replica) {
+                continue;
+            }
+            if elsewhere && avoided(slot, replica) {
                 continue;
             }
             candidates += 1;

@@ -60,11 +60,15 @@ impl Router {
 
     /// The hand-out never left: no loss, but the replica is left alone for a while.
     pub(super) fn unreachable(&mut self, id: RequestId, attempt: Attempt, reason: String) {
-        let Some(open) = self.open.get(&id) else { return };
+        let Some(open) = self.open.get_mut(&id) else { return };
         if open.attempt() != attempt {
             return;
         }
         let Some(share) = &open.share else { return };
+        let life = (share.slot, share.epoch);
+        if !open.trouble.unreachable.contains(&life) {
+            open.trouble.unreachable.push(life);
+        }
         if let Some(replica) = self.fleet.get_mut(share.slot) {
             replica.shunned_until = self.now.saturating_add(self.config.shun);
             replica.down_reason = reason;

@@ -252,6 +252,56 @@ fn an_unreachable_replica_is_tried_once() {
     assert_eq!(outputs.work().expect("tried again").1.attempt, Attempt(3));
 }
 
+/// C10: a worker is dead for two seconds before anyone hears of it, under more load than the other
+/// one takes at once. What is sent to it is refused on the way.
+#[test]
+fn at_most_one_attempt_of_a_request_meets_a_dead_worker() {
+    const REQUESTS: u64 = 60;
+    let tick = Duration::from_millis(10);
+    let mut bench = Bench::with_replicas(&["left", "right"]);
+    let mut met = std::collections::BTreeMap::<RequestId, u32>::new();
+    let mut running: Vec<(u64, RequestId, u32)> = Vec::new();
+    let (mut submitted, mut done, mut ticks) = (0, 0, 0);
+    while done < REQUESTS {
+        let mut works = bench.wait(tick).works();
+        ticks += 1;
+        assert!(ticks < 10_000, "{done} of {REQUESTS} after {ticks} ticks");
+        if submitted < REQUESTS {
+            submitted += 1;
+            let (result, outputs) = bench.submit(request(submitted, vec![5; 20], 4));
+            result.expect("accepted");
+            works.extend(outputs.works());
+        }
+        if ticks == 200 {
+            works.extend(bench.down("left", 1, &[]).works());
+        }
+        // Each takes half a second, longer than the dead one is left alone for.
+        for (id, attempt) in running.extract_if(.., |(at, ..)| *at == ticks).map(|(_, i, a)| (i, a))
+        {
+            let RequestId(number) = id;
+            for position in 0..4 {
+                bench.report("right", 1, tokens(number, attempt, position, &[9]));
+            }
+            let end = bench.report("right", 1, finished(number, attempt, FinishReason::Length));
+            assert!(matches!(end.terminal(), Some(StreamEvent::Finished { .. })), "{end:?}");
+            done += 1;
+            works.extend(end.works());
+        }
+        while let Some((node, work)) = works.pop() {
+            if node == "right" {
+                running.push((ticks + 50, work.request, work.attempt.0));
+                continue;
+            }
+            *met.entry(work.request).or_default() += 1;
+            let (request, attempt) = (work.request, work.attempt);
+            let reason = "node left is down".into();
+            works.extend(bench.handle(Input::Unreachable { request, attempt, reason }).works());
+        }
+    }
+    assert!(met.len() >= 2, "the dead worker was tried by {} requests", met.len());
+    assert!(met.values().all(|count| *count == 1), "{met:?}");
+}
+
 /// C62: a cancel ends the request once and reaches the scheduler, wherever the request is.
 #[test]
 fn cancel_in_every_state() {
