@@ -188,3 +188,82 @@ fn outages(case: &Case<'_>) -> Vec<(u64, u64)> {
     found.extend(open.into_values().map(|from| (from, u64::MAX)));
     found
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::fault::Expect;
+    use crate::invariant::tests::{Run, good};
+    use crate::record::What;
+    use dunlin_runtime::faults::names;
+
+    fn hits(run: &Run) -> Vec<&'static str> {
+        hit(&Case::new(&run.resolved, &run.record))
+    }
+
+    /// How each moment comes about in an otherwise good run.
+    const MEETINGS: [(&str, fn(&mut Run)); 13] = [
+        ("replay-at-0", |run| {
+            run.fact(1_550_000, "front", REQUEST_REPLAYED, "lost", 101, 8);
+        }),
+        ("replay-mid-block", |_| {}),
+        ("replay-at-edge", |run| {
+            // Eight of the prompt and four of the answer: three blocks.
+            run.fact(2_250_000, "front", REQUEST_REPLAYED, "lost", 101, 12);
+        }),
+        ("loss-in-prefill", |run| {
+            run.fact(1_550_000, "front", REQUEST_REPLAYED, "lost", 101, 8);
+        }),
+        ("preempted-in-recovery", |run| run.fact(2_100_000, "b", PREEMPTED, "", 101, 0)),
+        ("fault-in-recovery", |run| {
+            run.fault("second", Kind::LinkLoss, 2_300_000, Expect::Masked);
+        }),
+        ("epoch-in-flight", |run| run.fact(2_100_000, "front", STALE_REFUSED, "Tokens", 0, 0)),
+        ("evict-races-hit", |run| {
+            run.fact(3_000_000, "b", PREFIX_HIT, "", 102, 4);
+            run.fact(3_000_500, "b", EVICTED, "", 0, 2);
+        }),
+        ("cancel-races-finish", |run| {
+            run.record.requests.values_mut().for_each(|info| info.cancels = true);
+        }),
+        ("gone-in-replay", |run| {
+            run.drop_events(|what| {
+                matches!(what, What::Ended { request: 1, .. })
+                    || matches!(what, What::Token { request: 1, position: 3.., .. })
+                    || matches!(what, What::Fact { name, key: 101, value: 3.., .. }
+                        if name == TOKEN_DELIVERED)
+            });
+            let (code, message) = ("gone".into(), String::new());
+            run.push(2_100_000, What::Ended { request: 1, code, message });
+        }),
+        ("heal-before-lease", |run| {
+            run.fault("cut", Kind::LinkPartition, 6_000_000, Expect::Masked);
+            run.record.faults[1].ended_us = Some(6_900_000);
+        }),
+        ("escalated", |run| run.fact(3_000_000, "a", names::ESCALATED, "node", 0, 0)),
+        ("slow-drained", |run| {
+            run.fault("slow", Kind::DeviceSlow, 6_000_000, Expect::Masked);
+            run.fact(6_050_000, "a", DRAIN, "begun", 0, 1);
+        }),
+    ];
+
+    #[test]
+    fn each_moment_is_seen_where_it_is_and_not_elsewhere() {
+        assert_eq!(hits(&good()), ["replay-mid-block"]);
+        for (id, meet) in MEETINGS {
+            let mut run = good();
+            meet(&mut run);
+            assert!(hits(&run).contains(&id), "{id} not in {:?}", hits(&run));
+        }
+        for moment in ALL.iter().filter(|moment| moment.needs.is_none()) {
+            assert!(MEETINGS.iter().any(|(id, _)| *id == moment.id), "{} is untested", moment.id);
+        }
+    }
+
+    #[test]
+    fn what_was_never_met_is_missed() {
+        let met: Vec<&str> = MEETINGS.iter().map(|(id, _)| *id).collect();
+        assert!(missed(met.iter().copied()).is_empty());
+        assert_eq!(missed(met.iter().copied().skip(1))[0].id, "replay-at-0");
+    }
+}

@@ -15,6 +15,7 @@ pub mod draw;
 pub mod events;
 pub mod fault;
 pub mod invariant;
+pub mod measure;
 pub mod plan;
 pub mod process;
 pub mod record;

@@ -6,6 +6,7 @@
 //! over); one that the plan names may not.
 
 use crate::invariant::{self, Breach, Case};
+use crate::measure::{self, Corruption};
 use crate::record::{FaultRun, Record};
 use crate::resolved::{FailOn, Resolved};
 use serde::{Deserialize, Serialize};
@@ -72,6 +73,9 @@ pub struct Verdict {
     pub baseline: Vec<Breach>,
     /// Faults that fired, by kind.
     pub fired: BTreeMap<String, u64>,
+    /// What came of faults whose outcome is measured.
+    #[serde(default)]
+    pub measured: Option<Corruption>,
     /// Ids of the 'sometimes' list that this run hit; see [`crate::coverage`].
     pub coverage: Vec<String>,
     pub repro: String,
@@ -127,6 +131,7 @@ pub fn judge(resolved: &Resolved, record: &Record) -> Verdict {
         unverified,
         baseline,
         fired,
+        measured: measure::corruption(&case),
         coverage: crate::coverage::hit(&case).into_iter().map(str::to_string).collect(),
         repro: record.repro.clone(),
     };
@@ -155,7 +160,9 @@ fn decide(verdict: &mut Verdict, resolved: &Resolved) {
         (Outcome::Invalid, format!("no proof of: {}", verdict.unverified.join(", ")))
     } else {
         let fired: u64 = verdict.fired.values().sum();
-        (Outcome::Pass, format!("{} invariants held under {fired} faults", verdict.checks.len()))
+        let measured = verdict.measured.map(|found| format!("; {found}")).unwrap_or_default();
+        let held = verdict.checks.len();
+        (Outcome::Pass, format!("{held} invariants held under {fired} faults{measured}"))
     };
     (verdict.outcome, verdict.reason) = (outcome, reason);
 }

@@ -240,3 +240,4 @@ pub static ALL: [Invariant; 31] = [
 ];
 
 pub use self::control::same_without_clock;
+pub(crate) use self::stream::diverges;

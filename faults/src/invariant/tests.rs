@@ -97,12 +97,12 @@ impl Run {
     }
 
     /// Removes what `of` accepts.
-    fn drop_events(&mut self, of: impl Fn(&What) -> bool) {
+    pub fn drop_events(&mut self, of: impl Fn(&What) -> bool) {
         self.record.events.retain(|event| !of(&event.what));
     }
 
     /// Request `n` ends as `code` instead of well, before its last token.
-    fn fail(&mut self, n: u64, code: &str) {
+    pub fn fail(&mut self, n: u64, code: &str) {
         self.drop_events(|what| matches!(what, What::Ended { request, .. } if *request == n));
         self.drop_events(
             |what| matches!(what, What::Token { request, position: 5, .. } if *request == n),
@@ -114,7 +114,7 @@ impl Run {
         self.record.rest.as_mut().expect("a good run comes to rest")
     }
 
-    fn fault(&mut self, id: &str, kind: Kind, began: u64, expect: Expect) {
+    pub fn fault(&mut self, id: &str, kind: Kind, began: u64, expect: Expect) {
         let fault = Fault {
             id: id.into(),
             kind,
