@@ -2,7 +2,7 @@
 
 use crate::fault::{Expect, Kind, Target};
 use crate::record::{Event, FaultRun, Record, RequestInfo, What};
-use crate::resolved::{Options, Resolved};
+use crate::resolved::{Options, RequestSpec, Resolved};
 use dunlin_runtime::config::ClusterConfig;
 use std::collections::BTreeMap;
 
@@ -13,6 +13,7 @@ pub struct Case<'a> {
     /// `None` if the cluster file cannot be read any more.
     pub config: Option<ClusterConfig>,
     pub streams: BTreeMap<u64, Stream<'a>>,
+    pub specs: BTreeMap<u64, &'a RequestSpec>,
     /// Facts in order: when, and what.
     pub facts: Vec<Fact<'a>>,
     ids: BTreeMap<u64, u64>,
@@ -74,7 +75,8 @@ impl<'a> Case<'a> {
         }
         let ids = record.requests.iter().filter_map(|(n, info)| Some((info.router_id?, *n)));
         let ids = ids.collect();
-        Self { resolved, record, config: resolved.cluster.config().ok(), streams, facts, ids }
+        let (config, specs) = (resolved.cluster.config().ok(), resolved.requests_by_number());
+        Self { resolved, record, config, streams, specs, facts, ids }
     }
 
     pub fn options(&self) -> &Options {

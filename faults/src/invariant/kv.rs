@@ -5,8 +5,8 @@ use super::case::Case;
 use crate::events::wanted::KV_MISMATCH;
 use crate::fault::{Expect, Kind, Mode};
 use crate::record::{What, gauges};
-use dunlin_actors::facts::{AUDIT_FAILED, PREFIX_HIT};
-use std::collections::BTreeMap;
+use dunlin_actors::facts::{AUDIT_FAILED, PREEMPTED, PREFIX_HIT, REQUEST_REPLAYED};
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) fn conservation(case: &Case<'_>, found: &mut Found) {
     for fact in case.facts_of(AUDIT_FAILED) {
@@ -90,33 +90,73 @@ pub(super) fn content(case: &Case<'_>, found: &mut Found) {
     }
 }
 
-/// A hit must be explained by a request of the same tenant, itself included (a replay), that began
-/// with the same tokens: only such a one can have left those blocks.
+/// A hit must be explained by an earlier request of the same tenant that began with the same tokens,
+/// or by the request itself if it was computed before (a replay, a preemption): only such a one can
+/// have left those blocks.
 pub(super) fn tenant_isolation(case: &Case<'_>, found: &mut Found) {
     // In the process mode prompts go as text, so that the tokens are not known here.
     if case.record.mode == Mode::Process {
         return;
     }
-    let specs = case.resolved.requests_by_number();
-    let tokens = |number: u64| -> Option<Vec<u32>> {
-        let spec = specs.get(&number)?;
-        let answer = case.info(number).into_iter().flat_map(|info| &info.reference);
-        let answer = answer.map_while(|id| id.parse().ok());
-        Some(spec.prompt.iter().copied().chain(answer).collect())
-    };
-    for hit in case.facts_of(PREFIX_HIT) {
-        let Some(number) = case.number(hit.key) else { continue };
-        let (Some(own), Some(info)) = (tokens(number), case.info(number)) else { continue };
-        let same = |other: &Vec<u32>| other.iter().zip(&own).take_while(|(a, b)| a == b).count();
-        let explains = |(other, theirs): (&u64, &crate::record::RequestInfo)| {
-            let began = case.streams.get(other).map_or(u64::MAX, |stream| stream.begin_us());
-            theirs.tenant == info.tenant
-                && began <= hit.us
-                && tokens(*other).is_some_and(|other| same(&other) as u64 >= hit.value)
-        };
-        if !case.record.requests.iter().any(explains) {
-            let what = format!("{} tokens came from a cache of another tenant", hit.value);
-            found.add("foreign-hit", hit.us, Some(number), what);
+    let owners = Owners::of(case);
+    let mut again: BTreeSet<u64> = BTreeSet::new();
+    for fact in &case.facts {
+        if fact.name == REQUEST_REPLAYED || fact.name == PREEMPTED {
+            again.insert(fact.key);
         }
+        if fact.name != PREFIX_HIT || again.contains(&fact.key) {
+            continue;
+        }
+        let Some(number) = case.number(fact.key) else { continue };
+        if !owners.explain(case, number, fact.us, fact.value) {
+            let what = format!("{} tokens came from a cache of another tenant", fact.value);
+            found.add("foreign-hit", fact.us, Some(number), what);
+        }
+    }
+}
+
+/// Whose blocks could hold what: prompt and answer of each request, by tenant and first token.
+struct Owners<'a> {
+    tokens: BTreeMap<u64, Vec<u32>>,
+    by_head: BTreeMap<(&'a str, u32), Vec<u64>>,
+    /// Tenants with requests whose tokens are not known (a burst's): they explain anything.
+    unknown: BTreeSet<&'a str>,
+}
+
+impl<'a> Owners<'a> {
+    fn of(case: &Case<'a>) -> Self {
+        let (mut tokens, mut by_head) = (BTreeMap::new(), BTreeMap::new());
+        let mut unknown = BTreeSet::new();
+        for (number, info) in &case.record.requests {
+            let Some(spec) = case.specs.get(number) else {
+                unknown.insert(info.tenant.as_str());
+                continue;
+            };
+            let answer = info.reference.iter().map_while(|id| id.parse().ok());
+            let all: Vec<u32> = spec.prompt.iter().copied().chain(answer).collect();
+            if let Some(head) = all.first() {
+                let key = (info.tenant.as_str(), *head);
+                by_head.entry(key).or_insert_with(Vec::new).push(*number);
+            }
+            tokens.insert(*number, all);
+        }
+        Self { tokens, by_head, unknown }
+    }
+
+    fn explain(&self, case: &Case<'_>, number: u64, us: u64, hit: u64) -> bool {
+        let (Some(own), Some(info)) = (self.tokens.get(&number), case.info(number)) else {
+            return true;
+        };
+        if self.unknown.contains(info.tenant.as_str()) {
+            return true;
+        }
+        let head = own.first().copied().unwrap_or(0);
+        let alike = self.by_head.get(&(info.tenant.as_str(), head)).into_iter().flatten();
+        alike.filter(|other| **other != number).any(|other| {
+            let began = case.streams.get(other).map_or(u64::MAX, |stream| stream.begin_us());
+            let theirs = self.tokens.get(other).map(Vec::as_slice).unwrap_or_default();
+            let same = theirs.iter().zip(own).take_while(|(a, b)| a == b).count();
+            began <= us && same as u64 >= hit
+        })
     }
 }

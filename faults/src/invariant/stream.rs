@@ -101,8 +101,7 @@ pub(crate) fn diverges(
 }
 
 fn sampled(case: &Case<'_>, request: u64) -> bool {
-    let spec = case.resolved.requests.iter().find(|spec| spec.number == request);
-    spec.is_some_and(|spec| spec.temperature > 0.0)
+    case.specs.get(&request).is_some_and(|spec| spec.temperature > 0.0)
 }
 
 pub(super) fn tokens(case: &Case<'_>, found: &mut Found) {

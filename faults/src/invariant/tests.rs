@@ -354,7 +354,7 @@ const BROKEN: &[Broken] = &[
         // The same prompt as request 0, by another tenant.
         run.resolved.requests[1].prompt = run.resolved.requests[0].prompt.clone();
         run.record.requests.get_mut(&1).unwrap().tenant = "other".into();
-        run.fact(1_510_000, "a", facts::PREFIX_HIT, "r0", 101, 16);
+        run.fact(1_510_000, "a", facts::PREFIX_HIT, "r0", 101, 8);
     }),
     ("I12/not-head", |run| run.fact(3_000_000, "b", facts::EPOCH_BUMPED, "r9", 9, 0)),
     ("I12/epoch-fell", |run| run.fact(3_000_000, "front", facts::EPOCH_BUMPED, "r0", 2, 0)),
@@ -480,6 +480,23 @@ fn every_invariant_has_a_run_that_breaks_it() {
         assert!(broken || containment.contains(&invariant.id), "{} is never broken", invariant.id);
         assert!(find(invariant.id).is_some() && find(invariant.name).is_some());
     }
+}
+
+#[test]
+fn i11_a_hit_of_its_own_tenant_or_of_itself_is_none() {
+    let hit = |same: bool, replayed: bool| {
+        let mut run = good();
+        run.resolved.requests[1].prompt = run.resolved.requests[0].prompt.clone();
+        if !same {
+            run.record.requests.get_mut(&1).unwrap().tenant = "other".into();
+        }
+        // Request 101 is replayed at 2.0 s.
+        let us = if replayed { 2_010_000 } else { 1_510_000 };
+        run.fact(us, "a", facts::PREFIX_HIT, "r0", 101, 8);
+        run.slugs()
+    };
+    assert!(hit(true, false).is_empty() && hit(false, true).is_empty());
+    assert_eq!(hit(false, false), ["I11/foreign-hit"]);
 }
 
 #[test]
