@@ -15,7 +15,7 @@ use super::text::TextModel;
 use super::wire::{Shapes, Whole};
 use super::{MetricsText, Ready, StatusJson};
 use axum::body::{Body, Bytes};
-use axum::extract::{Path, Request, State};
+use axum::extract::{Path, Query, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
 use axum::middleware::{self, Next};
 use axum::response::{IntoResponse, Response};
@@ -311,9 +311,24 @@ async fn health(State(shared): State<Arc<Shared>>) -> Response {
     (code, Json(body)).into_response()
 }
 
-async fn metrics_text(State(shared): State<Arc<Shared>>) -> Response {
+/// This process's, or those of `?node=NAME`.
+async fn metrics_text(
+    State(shared): State<Arc<Shared>>,
+    Query(asked): Query<MetricsQuery>,
+) -> Result<Response, ApiError> {
+    let text = match asked.node {
+        Some(name) => {
+            super::metrics::of_node(&shared.registry.node, &shared.metrics, &name).await?
+        }
+        None => (shared.metrics)(),
+    };
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
-    ([(header::CONTENT_TYPE, kind)], (shared.metrics)()).into_response()
+    Ok(([(header::CONTENT_TYPE, kind)], text).into_response())
+}
+
+#[derive(serde::Deserialize)]
+struct MetricsQuery {
+    node: Option<String>,
 }
 
 async fn cluster_status(

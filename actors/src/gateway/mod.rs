@@ -18,6 +18,7 @@ mod exchange;
 mod fields;
 mod http;
 mod limits;
+mod metrics;
 mod prepare;
 mod registry;
 mod request;
@@ -31,6 +32,7 @@ mod wire;
 pub use auth::{ApiKey, DEFAULT_TENANT};
 pub use http::DETAILS;
 pub use limits::Limits;
+pub use metrics::export_metrics;
 pub use text::{ByteModel, ChatMessage, Detokenizer, TextError, TextModel};
 
 use crate::messages::{GatewayCall, GatewayCast, GatewayProtocol};

@@ -27,7 +27,7 @@ use dunlin_runtime::supervise::{
     Backoff, ChildSpec, Intensity, Observer, Restart, Strategy, Supervisor, SupervisorHandle,
     SupervisorSpec,
 };
-use dunlin_runtime::{Address, Node, NodeName};
+use dunlin_runtime::{Address, Export, Node, NodeName};
 use ractor::ActorCell;
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
@@ -116,6 +116,7 @@ pub struct Host {
     impossible: tokio::sync::Mutex<mpsc::UnboundedReceiver<String>>,
     draining: tokio::sync::watch::Sender<bool>,
     probe: tokio::task::JoinHandle<()>,
+    _metrics: Export,
 }
 
 impl Host {
@@ -127,6 +128,8 @@ impl Host {
         let head = |role: &str, instance: &str| Address::new(options.head.clone(), role, instance);
         let router = head(router::ROLE, router::INSTANCE);
         let placement = head(placement::ROLE, placement::INSTANCE);
+        let metrics = gateway::export_metrics(&node, parts.metrics.clone())
+            .map_err(|error| start_error(error.to_string()))?;
         let (impossible_in, impossible) = mpsc::unbounded_channel();
         let (draining, _) = tokio::sync::watch::channel(false);
         let (ready, probe) =
@@ -190,7 +193,7 @@ impl Host {
         watch::start(node.clone(), root.clone(), options.clone());
         let impossible = tokio::sync::Mutex::new(impossible);
         let http = http.get().copied();
-        Ok(Host { node, options, root, http, ready, impossible, draining, probe })
+        Ok(Host { node, options, root, http, ready, impossible, draining, probe, _metrics: metrics })
     }
 
     pub fn node(&self) -> &Node {

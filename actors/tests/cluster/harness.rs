@@ -279,11 +279,19 @@ impl LocalCluster {
 
     /// Status and body of a `POST`, as raw HTTP.
     pub async fn post(&self, path: &str, body: &str) -> (u16, String) {
+        self.http("POST", path, body).await
+    }
+
+    pub async fn get(&self, path: &str) -> (u16, String) {
+        self.http("GET", path, "").await
+    }
+
+    async fn http(&self, method: &str, path: &str, body: &str) -> (u16, String) {
         let at = self.head().http().expect("the head has a gateway");
         let mut stream = tokio::net::TcpStream::connect(at).await.expect("connected");
         let length = body.len();
         let text = format!(
-            "POST {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n\
+            "{method} {path} HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n\
              connection: close\r\ncontent-length: {length}\r\n\r\n{body}"
         );
         stream.write_all(text.as_bytes()).await.expect("written");
@@ -351,7 +359,10 @@ async fn start_host(
         engines: Arc::new(engines.of_node(if is_head { 0 } else { 2 })),
         compute: Compute::Threads,
         text: is_head.then(|| Arc::new(text) as Arc<dyn gateway::TextModel>),
-        metrics: Arc::new(String::new),
+        metrics: {
+            let node = node.to_owned();
+            Arc::new(move || format!("test_node{{node=\"{node}\"}} 1\n"))
+        },
     };
     Host::start(options, parts).await.unwrap_or_else(|error: HostError| panic!("{error}"))
 }

@@ -9,5 +9,6 @@ mod failures;
 mod harness;
 mod hook;
 mod limits;
+mod metrics;
 mod placing;
 mod watchdog;
