@@ -8,6 +8,7 @@ mod cluster;
 mod compose;
 mod config;
 mod engines;
+mod faults;
 mod models;
 mod node;
 mod pull;
@@ -40,6 +41,7 @@ Examples:
   dunlin up                                    serve an OpenAI-compatible API until Ctrl-C
   dunlin status                                nodes, replicas and their health
   dunlin bench -c 8 -n 100                     load it and print latencies
+  dunlin faults kinds                          what can be broken on purpose
 
 Every subcommand has its own --help. Logs: DUNLIN_LOG=debug; node logs are in .dunlin/logs.";
 
@@ -53,11 +55,12 @@ enum Command {
     Pull(pull::Args),
     Bench(cluster::BenchCommand),
     Certs(certs::Args),
+    Faults(faults::Args),
 }
 
 #[tokio::main]
 async fn main() -> ExitCode {
-    let result = match Cli::parse().command {
+    let result = match Cli::try_parse().unwrap_or_else(|e| faults::refuse(&e)).command {
         Command::Run(args) => run::run(args).await,
         Command::Chat(args) => chat::run(args).await,
         Command::Up(args) => up::run(args).await,
@@ -66,6 +69,7 @@ async fn main() -> ExitCode {
         Command::Pull(args) => pull::run(args).await.map(|()| ExitCode::SUCCESS),
         Command::Bench(args) => cluster::bench(args).await,
         Command::Certs(args) => certs::run(args).map(|()| ExitCode::SUCCESS),
+        Command::Faults(args) => faults::run(args).await,
     };
     result.unwrap_or_else(|e| {
         eprintln!("error: {}", explain(&e));

@@ -100,9 +100,12 @@ impl<'a> Story<'a> {
             let gaps = o.seen.iter().flat_map(|(n, s)| s.gaps().map(move |(u, g)| (u, g, *n)));
             gaps.collect()
         });
-        let sizes = || gaps.iter().chain(&theirs).map(|(_, gap, _)| (*gap).max(1) as f64);
-        let least = sizes().fold(f64::INFINITY, f64::min).min(1e6);
-        let most = sizes().fold(10.0, f64::max);
+        let mut sizes: Vec<u64> = gaps.iter().chain(&theirs).map(|(_, gap, _)| *gap).collect();
+        sizes.sort_unstable();
+        // The smallest of all would stretch the scale for nothing.
+        let least = sizes.get(sizes.len() / 100).copied().unwrap_or(1_000).max(1);
+        let most = sizes.last().copied().into_iter().chain(self.slo.gap_us).max().unwrap_or(10_000);
+        let (least, most) = (least as f64, most as f64);
         let mut plot = self.frame(width, 216.0, end, |range| Scale::log((least, most), range));
         plot.y_axis(4, duration);
         let marked = self.bands(&mut plot);

@@ -280,11 +280,11 @@ fn horizon(record: &Record, run: &FaultRun, began: u64) -> u64 {
 }
 
 fn in_words(m: &FaultMetrics) -> String {
-    let parts = [(m.stalled, "stalled"), (m.replayed, "replayed"), (m.refusals, "refused")];
-    let parts = parts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}"));
-    let parts = parts.collect::<Vec<_>>().join(", ");
+    let parts =
+        [(m.stalled, "stalled"), (m.replayed, "replayed"), (m.refusals, "messages refused")];
+    let parts = parts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{what}: {n}"));
     let end = if m.failed > 0 { format!("{} failed", m.failed) } else { "masked".to_string() };
-    if parts.is_empty() { end } else { format!("{end}: {parts}") }
+    std::iter::once(end).chain(parts).collect::<Vec<_>>().join("; ")
 }
 
 fn count_clients(m: &mut Metrics, seen: &BTreeMap<u64, Seen>) {
