@@ -23,4 +23,5 @@ pub mod report;
 pub mod resolved;
 pub mod schedule;
 pub mod shrink;
+pub mod sim;
 pub mod verdict;

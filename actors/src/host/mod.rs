@@ -302,7 +302,7 @@ impl Host {
 
     /// Ends all actors at once, as the end of the process would; peers are told nothing. For
     /// simulations, which let the network forget the node first.
-    pub fn crash(self) {
+    pub fn crash(&self) {
         self.probe.abort();
         self.root.cell().kill();
         self.node.crash();

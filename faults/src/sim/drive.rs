@@ -1,0 +1,482 @@
+//! The loop of a run: boots the cluster, sends the workload, begins and ends faults, restarts
+//! nodes, through the phases to the end.
+
+use super::clients::Clients;
+use super::cluster::{Cluster, state};
+use super::shared::{Order, Shared};
+use super::{Setup, SimError, rest};
+use crate::fault::{Fault, Mode};
+use crate::record::{Event, NodeInfo, Phases, Record, RequestInfo, What};
+use crate::resolved::RequestSpec;
+use crate::schedule::Due;
+use dunlin_actors::facts;
+use dunlin_actors::messages::{
+    PlacementCall, PlacementProtocol, PlacementReply, RequestId, RouterCall, RouterCast,
+    RouterProtocol, RouterReply, RouterStatus,
+};
+use dunlin_actors::{placement, router};
+use dunlin_runtime::faults::names;
+use dunlin_runtime::transport::memory::Counters;
+use dunlin_runtime::{Address, Node, NodeName};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// Far more than a healthy cluster needs to come up.
+const BOOT_WITHIN: Duration = Duration::from_secs(60);
+const CALL: Duration = Duration::from_secs(2);
+/// How often the settle phase looks whether all is well again.
+const LOOK: u64 = 100_000;
+/// A fault that is noticed later than this after its end was not noticed.
+const NOTICE_US: u64 = 10_000_000;
+
+pub struct Driver {
+    pub setup: Arc<Setup>,
+    pub cluster: Cluster,
+    pub shared: Arc<Shared>,
+    /// What is to be done at a time.
+    pub agenda: BTreeMap<(u64, u64), Timed>,
+    next: u64,
+    pub begun: Instant,
+    pub live: BTreeMap<usize, Live>,
+    pub requests: BTreeMap<u64, RequestInfo>,
+    pub healed: bool,
+}
+
+pub enum Timed {
+    Arrive(usize),
+    /// Requests that a fault sends: number, what, and the id under which.
+    Extra(Box<RequestSpec>, u64),
+    Start(String),
+    /// The next round of a churn.
+    Churn(usize),
+}
+
+/// What an active fault needs to be ended and proved.
+#[derive(Default)]
+pub struct Live {
+    pub before: Vec<((NodeName, NodeName), Counters)>,
+    pub task: Option<tokio::task::JoinHandle<()>>,
+    pub rounds: u64,
+    pub nodes: Vec<String>,
+    pub slowed: Vec<u64>,
+}
+
+pub async fn run(setup: &Setup, seed: u64, faults: &[Fault]) -> Result<Record, SimError> {
+    let setup = Arc::new(setup.clone());
+    let phases = setup.phases;
+    let model = setup.config.cluster.model.clone();
+    let shared = Shared::new(seed, faults, phases.warmup_us, model);
+    let mut driver = Driver {
+        cluster: Cluster::new(setup.clone(), seed, shared.clone()),
+        setup: setup.clone(),
+        shared: shared.clone(),
+        agenda: BTreeMap::new(),
+        next: 0,
+        begun: Instant::now(),
+        live: BTreeMap::new(),
+        requests: BTreeMap::new(),
+        healed: false,
+    };
+    driver.boot().await?;
+    shared.with(|inner| inner.begin());
+    driver.begun = Instant::now();
+    for (index, request) in setup.requests.iter().enumerate() {
+        driver.at(request.arrival_us, Timed::Arrive(index));
+    }
+    let chaos_end = phases.warmup_us + phases.chaos_us;
+    driver.until(phases.warmup_us, |_| false).await;
+    driver.until(chaos_end, Driver::nothing_left).await;
+    let chaos_us = shared.us();
+    driver.heal();
+    let settle_end = chaos_us + phases.settle_us;
+    let settled = driver.settle(settle_end).await;
+    let rest = rest::gather(&mut driver).await;
+    let stuck = match driver.shared.clients().open() {
+        0 => None,
+        _ => Some(rest::who_waits(&driver).await),
+    };
+    let settle_us = shared.us();
+    let trace = driver.trace();
+    let ended = Phases { warmup_us: phases.warmup_us.min(chaos_us), chaos_us, settle_us };
+    let (events, mut runs) =
+        shared.with(|inner| (std::mem::take(&mut inner.events), std::mem::take(&mut inner.runs)));
+    for run in &mut runs {
+        run.detected_us = run.began_us.and_then(|began| detected(&events, began, run.ended_us));
+    }
+    let record = Record {
+        plan: setup.name.clone(),
+        mode: Mode::Sim,
+        seed,
+        repro: setup.repro.clone(),
+        env: env(&setup),
+        nodes: nodes(&setup),
+        phases: ended,
+        requests: std::mem::take(&mut driver.requests),
+        faults: runs,
+        events,
+        rest: settled.then_some(rest),
+        stuck,
+        trace_hash: Some(format!("{trace:016x}")),
+    };
+    Ok(record)
+}
+
+impl Driver {
+    pub fn at(&mut self, us: u64, what: Timed) {
+        self.next += 1;
+        self.agenda.insert((us, self.next), what);
+    }
+
+    pub fn start_at(&mut self, us: u64, node: &str) {
+        self.at(us, Timed::Start(node.to_string()));
+    }
+
+    async fn boot(&mut self) -> Result<(), SimError> {
+        for name in self.cluster.names() {
+            self.cluster.start(&name);
+        }
+        let begun = Instant::now();
+        let wanted = self.wanted();
+        loop {
+            self.work();
+            let all = self.cluster.lives.values().all(|life| life.running.is_some());
+            if all
+                && let Some(status) = self.status().await
+                && status.replicas.len() as u64 >= wanted
+            {
+                return Ok(());
+            }
+            let waited = begun.elapsed();
+            if waited > BOOT_WITHIN {
+                let reason = rest::who_waits(self).await;
+                return Err(SimError::Start { waited, reason });
+            }
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    }
+
+    /// Replicas that the cluster file asks for.
+    pub fn wanted(&self) -> u64 {
+        (self.setup.config.replicas.len() as u64).max(1)
+    }
+
+    /// Works until this time or until `done`.
+    async fn until(&mut self, end_us: u64, done: impl Fn(&Self) -> bool) {
+        loop {
+            self.work();
+            if self.shared.us() >= end_us || done(self) {
+                return;
+            }
+            let next = self.shared.with(|inner| inner.schedule.next_us());
+            let agenda = self.agenda.keys().next().map(|(us, _)| *us);
+            let next = next.into_iter().chain(agenda).chain([end_us]).min().unwrap_or(end_us);
+            let at = self.begun + Duration::from_micros(next);
+            let shared = self.shared.clone();
+            tokio::select! {
+                biased;
+                () = shared.wake.notified() => {}
+                () = tokio::time::sleep_until(at) => {}
+            }
+        }
+    }
+
+    /// No request is open or to come, no fault is in force or to come by the clock.
+    fn nothing_left(&self) -> bool {
+        self.agenda.is_empty()
+            && self.shared.clients().open() == 0
+            && self.shared.with(|inner| {
+                let open = |run: &crate::record::FaultRun| {
+                    run.began_us.is_some() && run.ended_us.is_none()
+                };
+                inner.orders.is_empty()
+                    && inner.schedule.next_us().is_none()
+                    && !inner.runs.iter().any(open)
+            })
+            && self.cluster.lives.values().all(|life| life.running.is_some())
+    }
+
+    /// Does all that is due now.
+    fn work(&mut self) {
+        loop {
+            self.shared.with(|inner| inner.tick());
+            let order = self.shared.with(|inner| inner.orders.pop_front());
+            if let Some(order) = order {
+                self.obey(order);
+                continue;
+            }
+            let now = self.shared.us();
+            match self.agenda.first_key_value() {
+                Some(((at, _), _)) if *at <= now => {}
+                _ => return,
+            }
+            if let Some((_, what)) = self.agenda.pop_first() {
+                self.perform(what);
+            }
+        }
+    }
+
+    fn obey(&mut self, order: Order) {
+        match order {
+            Order::Due(Due::Begin(index)) => self.begin(index),
+            Order::Due(Due::End(index)) => self.end(index),
+            Order::Cancel(number) => self.cancel(number),
+            Order::Started { node, life, result } => {
+                let failed = result.is_err();
+                if self.cluster.started(&node, life, result) {
+                    self.mended(&node);
+                } else if failed {
+                    self.restart(&node);
+                }
+            }
+            Order::Escalated { node, life, reason } => {
+                tracing::debug!(node, reason, "escalated");
+                self.died(&node, life, "its actors gave up");
+            }
+            Order::Drained { node, life } => self.died(&node, life, "it has drained"),
+            Order::Published => self.ask_placement(),
+        }
+    }
+
+    fn perform(&mut self, what: Timed) {
+        match what {
+            Timed::Arrive(index) => {
+                let setup = self.setup.clone();
+                let (Some(request), Some(reference)) =
+                    (setup.requests.get(index), setup.references.get(index))
+                else {
+                    return;
+                };
+                self.submit(request, request.number, reference);
+            }
+            Timed::Extra(request, id) => {
+                let own = id == request.number;
+                let reference = match own {
+                    true => super::oracle::answer(&self.setup.spec, &request),
+                    false => Vec::new(),
+                };
+                self.submit(&request, id, &reference);
+            }
+            Timed::Start(node) => self.cluster.start(&node),
+            Timed::Churn(index) => self.churn(index),
+        }
+    }
+
+    fn submit(&mut self, request: &RequestSpec, id: u64, reference: &[u32]) {
+        let cancels = request.cancel_after.is_some();
+        let reference = reference.iter().map(u32::to_string).collect();
+        self.requests.insert(
+            request.number,
+            RequestInfo {
+                router_id: (id == request.number).then_some(id),
+                tenant: request.tenant.clone(),
+                prompt_tokens: request.prompt.len() as u32,
+                max_tokens: request.max_tokens,
+                cancels,
+                deadline_us: request.deadline_us,
+                reference,
+            },
+        );
+        let gateway = self.gateway(request.number);
+        Clients::submit(&self.shared, gateway, request, id, false);
+    }
+
+    /// Gateways take turns; a client tries the next one where nobody listens.
+    pub fn gateway(&self, number: u64) -> Option<(Node, NodeName)> {
+        let all = &self.cluster.gateways;
+        let first = number as usize % all.len().max(1);
+        let order = all.iter().cycle().skip(first).take(all.len());
+        let node = order.into_iter().find_map(|name| self.cluster.node(name))?;
+        Some((node.clone(), self.setup.config.cluster.head.clone()))
+    }
+
+    /// The client is gone: its gateway tells the router.
+    pub fn cancel(&mut self, number: u64) {
+        let Some(at) = self.shared.clients().read(number, |client| client.at.clone()) else {
+            return;
+        };
+        let Some(node) = self.cluster.node(&at) else { return };
+        let head = self.setup.config.cluster.head.clone();
+        let to = Address::new(head, router::ROLE, router::INSTANCE);
+        let cast = RouterCast::Cancel { request: RequestId(number), stopped: false };
+        let _ = node.cast::<RouterProtocol>(&to, &cast);
+    }
+
+    /// A process has ended, not by a kill of ours.
+    fn died(&mut self, node: &str, life: u64, why: &str) {
+        if self.cluster.lives.get(node).is_some_and(|l| l.incarnation == life) {
+            self.kill(node, why);
+            if !self.cluster.is_held(node) {
+                self.restart(node);
+            }
+        }
+    }
+
+    /// The process ends now; its gateway's clients lose their connection.
+    pub fn kill(&mut self, node: &str, why: &str) -> Option<u64> {
+        let life = self.cluster.kill(node)?;
+        Clients::lose(&self.shared, node, "connection_lost", why);
+        Some(life)
+    }
+
+    pub fn restart(&mut self, node: &str) {
+        if let Some(at) = self.cluster.restart_at(node) {
+            self.start_at(at, node);
+        }
+    }
+
+    /// The node is up: faults that took it down are over.
+    fn mended(&mut self, node: &str) {
+        let mends = match self.cluster.lives.get_mut(node) {
+            Some(life) => std::mem::take(&mut life.mends),
+            None => return,
+        };
+        for index in mends {
+            let down = self.cluster.lives.values().any(|life| life.mends.contains(&index));
+            if !down {
+                self.shared.with(|inner| inner.over(index));
+            }
+        }
+    }
+
+    /// The chaos is over.
+    fn heal(&mut self) {
+        self.healed = true;
+        self.shared.with(|inner| inner.heal());
+        self.work();
+        let now = self.shared.us();
+        for node in self.cluster.pardon() {
+            self.start_at(now, &node);
+        }
+    }
+
+    /// Works until all is well again; false if it is not by then.
+    async fn settle(&mut self, end_us: u64) -> bool {
+        loop {
+            self.work();
+            if self.quiet().await {
+                return true;
+            }
+            let now = self.shared.us();
+            if now >= end_us {
+                return false;
+            }
+            self.until((now + LOOK).min(end_us), |_| false).await;
+        }
+    }
+
+    async fn quiet(&mut self) -> bool {
+        if self.shared.clients().open() > 0 || !self.agenda.is_empty() {
+            return false;
+        }
+        let linked = |node: &Node| node.peers().iter().all(|peer| peer.up);
+        let up =
+            self.cluster.lives.values().all(|life| {
+                life.running.as_ref().is_some_and(|running| linked(running.host.node()))
+            });
+        if !up {
+            return false;
+        }
+        let wanted = self.wanted();
+        let clean = |s: &RouterStatus| {
+            let live = |r: &dunlin_actors::messages::ReplicaStatus| r.load.kv_blocks_live;
+            s.open_requests == 0
+                && s.replicas.len() as u64 >= wanted
+                && s.replicas.iter().all(|r| live(r) == 0)
+        };
+        self.status().await.is_some_and(|status| clean(&status))
+    }
+
+    pub async fn status(&self) -> Option<RouterStatus> {
+        let head = self.cluster.node(self.cluster.head())?;
+        let to = head.address(router::ROLE, router::INSTANCE);
+        match head.call::<RouterProtocol>(&to, &RouterCall::Status, CALL).await {
+            Ok(RouterReply::Status(status)) => Some(status),
+            _ => None,
+        }
+    }
+
+    /// What placement has published goes into the record.
+    fn ask_placement(&self) {
+        let Some(head) = self.cluster.node(self.cluster.head()).cloned() else { return };
+        let shared = self.shared.clone();
+        tokio::spawn(async move {
+            let to = head.address(placement::ROLE, placement::INSTANCE);
+            let call = PlacementCall::Status;
+            let answer = head.call::<PlacementProtocol>(&to, &call, CALL).await;
+            let Ok(PlacementReply::Status(states)) = answer else { return };
+            for replica in states.into_iter().filter(|replica| replica.state == "ready") {
+                let shards = rest::placed(&replica);
+                if !shards.is_empty() {
+                    let (epoch, replica) = (replica.epoch.0, replica.replica);
+                    shared.push(What::Placement { replica, epoch, shards });
+                }
+            }
+        });
+    }
+
+    /// Hash over every frame and every event, with their times.
+    fn trace(&self) -> u64 {
+        let mut hash = blake3::Hasher::new();
+        hash.update(&self.cluster.network.trace().to_le_bytes());
+        let mut text = String::new();
+        self.shared.with(|inner| {
+            for event in &inner.events {
+                use std::fmt::Write;
+                text.clear();
+                let _ = write!(text, "{} {:?}", event.us, event.what);
+                hash.update(text.as_bytes());
+            }
+        });
+        let mut first = [0; 8];
+        first.copy_from_slice(&hash.finalize().as_bytes()[..8]);
+        u64::from_le_bytes(first)
+    }
+}
+
+/// When the system first said that something is wrong.
+fn detected(events: &[Event], began: u64, ended: Option<u64>) -> Option<u64> {
+    const SIGNS: [&str; 8] = [
+        names::PEER_DOWN,
+        names::FRAME_REFUSED,
+        names::ACTOR_RESTARTED,
+        names::LEASE_EXPIRED,
+        facts::STEP_FAILED,
+        facts::REPLICA_DOWN,
+        facts::STALE_REFUSED,
+        facts::PLAN_MISMATCH,
+    ];
+    let until = ended.unwrap_or(began).saturating_add(NOTICE_US);
+    let sign = events.iter().find(|event| {
+        let fact = matches!(&event.what, What::Fact { name, .. } if SIGNS.contains(&&**name));
+        fact && event.us >= began && event.us <= until
+    });
+    sign.map(|event| event.us)
+}
+
+fn env(setup: &Setup) -> BTreeMap<String, String> {
+    let pairs = [
+        ("engine", "hash".to_string()),
+        ("model", setup.config.cluster.model.clone()),
+        ("version", env!("CARGO_PKG_VERSION").to_string()),
+    ];
+    pairs.into_iter().map(|(key, value)| (key.to_string(), value)).collect()
+}
+
+fn nodes(setup: &Setup) -> Vec<NodeInfo> {
+    let head = &setup.config.cluster.head;
+    let info = |(name, node): (&NodeName, &dunlin_runtime::config::NodeConfig)| NodeInfo {
+        name: name.to_string(),
+        role: if name == head { "head" } else { "worker" }.to_string(),
+        devices: node.devices.clone(),
+    };
+    setup.config.nodes.iter().map(info).collect()
+}
+
+impl Driver {
+    /// Writes a node's state down, as the injector sees it.
+    pub fn note(&self, node: &str, what: &str) {
+        self.shared.push(state(node, what));
+    }
+}
