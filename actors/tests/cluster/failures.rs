@@ -70,7 +70,7 @@ async fn a_crashed_node_costs_no_token() {
     let mut cluster = LocalCluster::start(Setup::replicas(&["left", "right"])).await;
     let mut streams = Vec::new();
     for id in 1..=12 {
-        streams.push(cluster.submit(&cluster.mixed(id, 20, 1000)).await);
+        streams.push(cluster.submit(&cluster.mixed(id, 20, 600)).await);
     }
     for stream in &mut streams {
         stream.take(10).await;
@@ -92,7 +92,7 @@ async fn the_only_replica_comes_back_and_goes_on() {
     let mut cluster = LocalCluster::start(Setup::replicas(&["left"])).await;
     let mut streams = Vec::new();
     for id in 1..=4 {
-        let mut stream = cluster.submit(&cluster.mixed(id, 20, 1000)).await;
+        let mut stream = cluster.submit(&cluster.mixed(id, 20, 600)).await;
         stream.take(10).await;
         streams.push(stream);
     }

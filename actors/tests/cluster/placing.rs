@@ -46,7 +46,7 @@ async fn a_crashed_stage_costs_no_token() {
         LocalCluster::start(Setup::new(vec![want("r", &[&["a/cpu:0"], &["b/cpu:0"]])])).await;
     let mut streams = Vec::new();
     for id in 1..=4 {
-        let mut stream = cluster.submit(&cluster.mixed(id, 20, 1000)).await;
+        let mut stream = cluster.submit(&cluster.mixed(id, 20, 600)).await;
         stream.take(10).await;
         streams.push(stream);
     }
@@ -65,7 +65,7 @@ async fn a_draining_node_finishes_what_it_has_and_gets_nothing_new() {
     let cluster = LocalCluster::start(Setup::replicas(&["left", "right"])).await;
     let mut old = Vec::new();
     for id in 1..=8 {
-        let mut stream = cluster.submit(&cluster.mixed(id, 20, 1000)).await;
+        let mut stream = cluster.submit(&cluster.mixed(id, 20, 600)).await;
         stream.take(1).await;
         old.push(stream);
     }
