@@ -372,6 +372,13 @@ const BROKEN: &[Broken] = &[
             run.fact(us, "a", names::ACTOR_RESTARTED, "node/replica r0", at, 0);
         }
     }),
+    ("I15/not-escalated", |run| {
+        run.resolved.invariants.restart_max = 2;
+        // One start is in the good run already.
+        for at in 0..3 {
+            run.node(4_000_000 + at * 1000, "a", "starting");
+        }
+    }),
     ("I16/recomputed", |run| {
         run.fact(2_350_000, "front", facts::REQUEST_REPLAYED, "again", 101, 30);
     }),

@@ -20,6 +20,8 @@ pub(super) fn restart_intensity(case: &Case<'_>, found: &mut Found) {
     for event in &case.record.events {
         if let What::Node { node, state } = &event.what
             && state == "starting"
+            // The heal starts what its supervisor has given up, as an operator would.
+            && event.us < case.record.phases.chaos_us
         {
             restarts.entry((node, "process")).or_default().push(event.us);
         }
