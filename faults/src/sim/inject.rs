@@ -147,7 +147,10 @@ impl Driver {
 
     fn begin_pause(&mut self, index: usize, fault: &Fault) {
         let lasts = fault.lasts_us.map_or(LONG, Duration::from_micros);
-        let until = Instant::now() + lasts;
+        // The heal ends it at the latest, and what sleeps then must not sleep on.
+        let phases = self.setup.phases;
+        let chaos_end = self.begun + Duration::from_micros(phases.warmup_us + phases.chaos_us);
+        let until = (Instant::now() + lasts).min(chaos_end);
         let mut paused = Vec::new();
         for node in self.nodes_of(fault) {
             if self.cluster.node(&node).is_none() {
