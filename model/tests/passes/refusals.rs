@@ -109,12 +109,12 @@ fn activations_that_are_not_numbers_are_never_drawn_from() {
         let batch = Batch { seqs, copies: vec![] };
         let mut input = vec![1.0; 2 * last.hidden()];
         let hidden = last.hidden();
-        let mut drawn = |last: &mut dyn Engine, input: &[f32]| {
-            match last.step(&batch, Some(input), &mut Alone) {
+        let drawn =
+            |last: &mut dyn Engine, input: &[f32]| match last.step(&batch, Some(input), &mut Alone)
+            {
                 Ok(StageOutput::Sampled(all)) => all,
                 other => panic!("{other:?}"),
-            }
-        };
+            };
         let right = drawn(&mut *last, &input);
         assert!(right.iter().all(|one| one.token.is_ok()));
         last.poison(2).expect("the last stage");
