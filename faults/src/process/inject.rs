@@ -86,23 +86,21 @@ pub fn nodes_of(target: &Target, all: &[String]) -> Vec<String> {
 }
 
 /// Nodes whose processes the fault hits: for a request or a shard, where its steps ran last.
-fn processes_of(tools: &Tools, target: &Target) -> Vec<String> {
-    let running = |here: &dyn Fn(&str, &[u64]) -> bool| {
-        tools.board.read(|seen| {
-            let steps = seen.running.iter();
-            let found = steps.filter(|((_, shard), requests)| here(shard, requests));
-            let nodes: BTreeSet<String> = found.map(|((node, _), _)| node.clone()).collect();
-            nodes.into_iter().collect()
-        })
+async fn processes_of(tools: &Tools, target: &Target) -> Vec<String> {
+    let look = |seen: &BoardSeen| {
+        let here = |shard: &str, requests: &[u64]| match target {
+            Target::Request(number) => seen.ids.get(number).is_some_and(|id| requests.contains(id)),
+            Target::Shard { replica, stage, rank } => shard == format!("{replica}/{stage}/{rank}"),
+            _ => false,
+        };
+        let steps = seen.running.iter().filter(|((_, shard), requests)| here(shard, requests));
+        let nodes: BTreeSet<String> = steps.map(|((node, _), _)| node.clone()).collect();
+        (!nodes.is_empty()).then(|| nodes.into_iter().collect())
     };
     match target {
-        Target::Request(number) => {
-            let id = tools.board.read(|seen| seen.ids.get(number).copied());
-            id.map_or_else(Vec::new, |id| running(&|_, requests| requests.contains(&id)))
-        }
-        Target::Shard { replica, stage, rank } => {
-            let wanted = format!("{replica}/{stage}/{rank}");
-            running(&|shard, _| shard == wanted)
+        // The client's token may be here before the node's word of the step.
+        Target::Request(_) | Target::Shard { .. } => {
+            tools.board.wait(Duration::from_millis(300), look).await.unwrap_or_default()
         }
         other => nodes_of(other, &tools.nodes),
     }
@@ -142,7 +140,7 @@ async fn kill(tools: &Tools, story: &Story, end: End) {
         Kind::ProcessStop => Signal::TERM,
         _ => fault.params.signal.as_deref().and_then(signals::named).unwrap_or(Signal::KILL),
     };
-    let nodes = processes_of(tools, &fault.target);
+    let nodes = processes_of(tools, &fault.target).await;
     let away = fault.lasts_us.is_some();
     if away {
         nodes.iter().for_each(|node| tools.hub.hold(node, &fault.id));
@@ -194,7 +192,7 @@ async fn ready_again(tools: &Tools, node: &str, readies: u32) {
 }
 
 async fn pause(tools: &Tools, story: &Story, end: End) {
-    let nodes = processes_of(tools, &story.fault.target);
+    let nodes = processes_of(tools, &story.fault.target).await;
     let mut stopped = Vec::new();
     story.began();
     for node in nodes {
@@ -239,7 +237,7 @@ impl Drop for Thaw {
 
 /// Runs for one part of a cycle out of `factor`.
 async fn slow(tools: &Tools, story: &Story, mut end: End) {
-    let nodes = processes_of(tools, &story.fault.target);
+    let nodes = processes_of(tools, &story.fault.target).await;
     let factor = story.fault.params.factor.unwrap_or(4.0).max(1.01);
     let run = SLOW_CYCLE.div_f64(factor);
     let rest = SLOW_CYCLE - run;
@@ -634,9 +632,12 @@ async fn burst(tools: &Tools, story: &Story) {
 /// What is no request, in ways that break naive servers.
 fn malformed_bodies(gateway: &Gateway) -> Vec<(&'static str, Vec<u8>)> {
     let host = gateway.address;
+    // With a good key, so that it is the body that is refused.
+    let key = gateway.keys.values().next();
+    let key = key.map(|key| format!("Authorization: Bearer {key}\r\n")).unwrap_or_default();
     let post = |length: String, body: &[u8]| {
         let mut bytes = format!(
-            "POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\
+            "POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n{key}\
              Content-Type: application/json\r\nContent-Length: {length}\r\n\r\n"
         )
         .into_bytes();
