@@ -1,17 +1,19 @@
 //! What the checks of weights cost: `cargo run --release --example weight_checks -- MODEL.gguf`.
 //!
-//! Prints, as medians of nine: a warm load of the whole model on the CPU with and without comparing
+//! Prints, as means of twenty: a warm load of the whole model on the CPU with and without comparing
 //! every tensor with the manifest; making the manifest; and summing up the loaded weights, which a
 //! shard's restart does.
 
 use std::path::Path;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use dunlin_cpu::{CpuBackend, CpuOptions};
 use dunlin_model::engine::StageSpec;
 use dunlin_model::loader::ModelFiles;
 use dunlin_model::manifest::Manifest;
 use dunlin_model::stage::StageWeights;
+
+const TIMES: u32 = 20;
 
 fn main() -> anyhow::Result<()> {
     let path = std::env::args().nth(1).ok_or_else(|| anyhow::anyhow!("name a model file"))?;
@@ -31,31 +33,31 @@ fn main() -> anyhow::Result<()> {
     };
     let backend = CpuBackend::new(CpuOptions::default())?;
     let weights = StageWeights::load(&backend, &held, &stage)?;
-    let (mut load, mut checked, mut made, mut summed) = (vec![], vec![], vec![], vec![]);
-    // Alternating, so that both see the same machine.
-    for _ in 0..9 {
-        load.push(timed(|| StageWeights::load(&backend, &plain, &stage).map(drop))?);
-        checked.push(timed(|| StageWeights::load(&backend, &held, &stage).map(drop))?);
-        made.push(timed(|| Ok::<_, anyhow::Error>(drop(Manifest::make(&plain, threads))))?);
-        summed.push(timed(|| {
-            weights.verify(&backend).map_err(|c| anyhow::anyhow!("'{}' changed", c.tensor))
-        })?);
-    }
-    println!("{} MB on {threads} threads", plain.bytes() / 1_000_000);
-    for (what, times) in [
-        ("load, nothing compared", &mut load),
-        ("load, every tensor compared", &mut checked),
-        ("making the manifest", &mut made),
-        ("summing up the weights in memory", &mut summed),
-    ] {
-        times.sort();
-        println!("{what:34} {:8.1?} (best {:.1?})", times[times.len() / 2], times[0]);
-    }
+    println!("{} MB on {threads} threads; processor time", plain.bytes() / 1_000_000);
+    // Each alone, since processor time has coarse ticks, and so often that these do not matter.
+    mean("load, nothing compared", || StageWeights::load(&backend, &plain, &stage).map(drop))?;
+    mean("load, every tensor compared", || StageWeights::load(&backend, &held, &stage).map(drop))?;
+    mean("making the manifest", || anyhow::Ok(drop(Manifest::make(&plain, threads))))?;
+    mean("summing up the weights in memory", || {
+        weights.verify(&backend).map_err(|c| anyhow::anyhow!("'{}' changed", c.tensor))
+    })?;
     Ok(())
 }
 
-fn timed<E>(work: impl FnOnce() -> Result<(), E>) -> Result<Duration, E> {
-    let begun = Instant::now();
-    work()?;
-    Ok(begun.elapsed())
+fn mean<E>(what: &str, work: impl Fn() -> Result<(), E>) -> Result<(), E> {
+    let begun = processor_time();
+    for _ in 0..TIMES {
+        work()?;
+    }
+    println!("{what:34} {:8.1?}", (processor_time() - begun) / TIMES);
+    Ok(())
+}
+
+/// Of all threads of this process so far, in ticks of 10 ms (`man 5 proc`, `stat`).
+fn processor_time() -> Duration {
+    let text = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // The second field is the program's name, in brackets, and may hold spaces.
+    let fields = text.rsplit(')').next().unwrap_or_default().split_whitespace();
+    let ticks: u64 = fields.skip(11).take(2).filter_map(|field| field.parse::<u64>().ok()).sum();
+    Duration::from_millis(ticks * 10)
 }
