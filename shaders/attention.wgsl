@@ -77,6 +77,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
     }
     let origin = row * p.q_stride + head * DIM;
 
+    // The first HELD vec4s of the query stay in registers, a line marked @held for each.
+@held    let q$ = query(origin, $u);
     var top = LOWEST;
     var total = 0.0;
 @own    var sum$ = vec4<f32>(0.0);
@@ -90,7 +92,8 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
         if (token + t >= first && token + t <= position) {
             var s = vec4<f32>(0.0);
             let key = base + t * DIM4;
-            for (var i = 0u; i < DIM4; i++) {
+@held            s = fma(q$, keys[key + $u], s);
+            for (var i = HELD; i < DIM4; i++) {
                 s = fma(query(origin, i), keys[key + i], s);
             }
             score = ((s.x + s.y) + (s.z + s.w)) * p.scale;

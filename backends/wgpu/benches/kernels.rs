@@ -1,5 +1,5 @@
-//! What the ops of one transformer cost on an adapter, beside what a copy and a plain matrix
-//! product reach on it in the same run.
+//! What the ops of one transformer cost on an adapter, beside what a copy and a product of square
+//! matrices reach on it in the same run.
 //!
 //! `cargo bench -p dunlin-wgpu --bench kernels -- [DEVICE]`: a random model in the shape of
 //! SmolLM2-135M (Q4_1 layers, Q8_0 head), decoded and prefilled with synthetic activations. `DEVICE`
@@ -27,14 +27,16 @@ const CONTEXT: usize = 1024;
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let id = std::env::args().find(|a| a.starts_with("wgpu:")).unwrap_or("wgpu:0".into());
     let b = WgpuBackend::open(&id)?;
-    let rates = b.measure()?;
     println!("{id}: {}", b.info().description);
+    let (copy, product) = ceilings(&b)?;
     println!(
-        "copy {:.2} GB/s (read and written), 512^3 product {:.2} GFLOP/s, round trip {:.1?}",
-        rates.copy_bytes / 1e9,
-        rates.matmul_flops / 1e9,
-        rates.round_trip
+        "copy of {} MiB {} (read and written); product of {SIDE}^3 {}",
+        COPY_ROWS * COPY_COLS * 4 >> 20,
+        rate(2.0 * 4.0 * (COPY_ROWS * COPY_COLS) as f64, copy, "GB/s"),
+        rate(2.0 * (SIDE as f64).powi(3), product, "GFLOP/s"),
     );
+    let copy = 2.0 * 4.0 * (COPY_ROWS * COPY_COLS) as f64 / copy.1.as_secs_f64();
+    let product = 2.0 * (SIDE as f64).powi(3) / product.1.as_secs_f64();
     if std::env::args().any(|a| a == "types") {
         return types(&b);
     }
@@ -42,18 +44,19 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     println!("weights: {:.1} MB in {} layers and a head", model.bytes as f64 / 1e6, LAYERS);
     for (rows, past) in [(1, 0), (1, 255), (1, 1000), (4, 255), (64, 0)] {
         let (step, busy) = model.step(rows, past)?;
-        let bytes = model.bytes as f64 / step.as_secs_f64();
-        let flops = 2.0 * model.elements as f64 * rows as f64 / step.as_secs_f64();
+        let bytes = model.bytes as f64;
+        let flops = 2.0 * model.elements as f64 * rows as f64;
         println!(
-            "{rows} rows after {past}: {:.1} ms (busy {:.1} ms), {:.1} rows/s; weights {:.2} GB/s ({:.2} of the \
-             copy), {:.2} GFLOP/s ({:.2} of the product)",
+            "{rows} rows after {past}: {:.1} ms (busy {:.1} ms); {:.0} MB of weights at {}, {:.2} \
+             of the copy; {:.2} GFLOP at {}, {:.2} of the product",
             step.as_secs_f64() * 1e3,
             busy.as_secs_f64() * 1e3,
-            rows as f64 / step.as_secs_f64(),
-            bytes / 1e9,
-            bytes / rates.copy_bytes,
+            bytes / 1e6,
+            rate(bytes, (step, busy), "GB/s"),
+            bytes / busy.as_secs_f64() / copy,
             flops / 1e9,
-            flops / rates.matmul_flops,
+            rate(flops, (step, busy), "GFLOP/s"),
+            flops / busy.as_secs_f64() / product,
         );
         for (what, (time, busy)) in model.parts(rows, past)? {
             let (time, busy) = (time.as_secs_f64() * 1e3, busy.as_secs_f64() * 1e3);
@@ -61,6 +64,40 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     Ok(())
+}
+
+const COPY_ROWS: usize = 16_384;
+const COPY_COLS: usize = 1024;
+const SIDE: usize = 512;
+
+/// What the adapter reaches with work that anyone would write the same: all rows of a tensor picked
+/// into another, and a product of two square float32 matrices.
+fn ceilings(b: &WgpuBackend) -> Result<(Times, Times), BackendError> {
+    let mut small = b.tensor(1, 32)?;
+    let one = b.tensor(1, 32)?;
+    let mut out = Vec::new();
+    let all: Vec<u32> = (0..COPY_ROWS as u32).collect();
+    let (from, mut to) = (b.tensor(COPY_ROWS, COPY_COLS)?, b.tensor(COPY_ROWS, COPY_COLS)?);
+    let copy = best(4, || {
+        b.gather(&from, &all, &mut to)?;
+        b.add(&mut small, &one)?;
+        b.download(&small, &mut out)
+    })?;
+    let t = matrix(1, DType::F32, SIDE, SIDE);
+    let weight = b.weight(&t, &Part::all(&t))?;
+    let (x, mut y) = (b.tensor(SIDE, SIDE)?, b.tensor(SIDE, SIDE)?);
+    let product = best(4, || {
+        linear(b, &x, &weight, &mut y)?;
+        b.add(&mut small, &one)?;
+        b.download(&small, &mut out)
+    })?;
+    Ok((copy, product))
+}
+
+/// `amount` by the clock, and by processor time per core.
+fn rate(amount: f64, (clock, busy): Times, unit: &str) -> String {
+    let per = |t: Duration| amount / t.as_secs_f64() / 1e9;
+    format!("{:.2} {unit} (busy {:.2})", per(clock), per(busy))
 }
 
 struct Layer {

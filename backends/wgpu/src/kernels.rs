@@ -95,7 +95,10 @@ impl Kernel {
             Kernel::KvWrite { dim } => format!("{}{}", head(dim), text!("kv_write")),
             Kernel::Attention { dim, heads } => {
                 let body = repeat(text!("attention"), "@own", "$", dim.div_ceil(4).div_ceil(16));
-                format!("{}const HEADS = {heads}u;\n{body}", head(dim))
+                let held = dim.div_ceil(4).min(HELD);
+                let body = repeat(&body, "@held", "$", held);
+                let counts = format!("const HEADS = {heads}u;\nconst HELD = {held}u;\n");
+                head(dim) + &counts + &body
             }
             Kernel::Gather => text!("gather").to_owned(),
             Kernel::KvCopy => text!("kv_copy").to_owned(),
@@ -136,6 +139,9 @@ fn repeat(text: &str, mark: &str, number: &str, count: u32) -> String {
     }
     out
 }
+
+/// vec4s of a query that attention keeps in registers: a head of 128 elements.
+const HELD: u32 = 32;
 
 fn head(dim: u32) -> String {
     format!("const DIM = {dim}u;\nconst DIM4 = {}u;\n", dim.div_ceil(4))
