@@ -15,6 +15,7 @@ pub mod sweep;
 mod tables;
 
 use crate::invariant::Breach;
+use crate::measure::Corruption;
 use crate::record::Record;
 use crate::resolved::Resolved;
 pub use crate::verdict::Outcome;
@@ -56,6 +57,8 @@ pub struct Report<'a> {
     pub slo: Slo,
     pub metrics: Metrics,
     pub invariants: Vec<InvariantRow>,
+    /// What came of faults that may change tokens by design.
+    pub measured: Option<Corruption>,
     #[serde(skip)]
     pub record: &'a Record,
 }
@@ -80,6 +83,7 @@ impl<'a> Report<'a> {
         let invariants = invariant_rows(verdict);
         let mut report = Report::new(record, verdict.outcome, why, invariants, slo);
         report.about = resolved.about.clone();
+        report.measured = verdict.measured;
         report
     }
 
@@ -93,7 +97,8 @@ impl<'a> Report<'a> {
         let metrics = metrics::metrics(record, slo);
         let about = String::new();
         let schema = "fault-report/1";
-        Report { schema, verdict, why, about, slo, metrics, invariants, record }
+        let measured = None;
+        Report { schema, verdict, why, about, slo, metrics, invariants, measured, record }
     }
 
     /// The page. `earlier` is drawn beside it and its figures are compared.

@@ -22,6 +22,14 @@ pub fn page(report: &Report<'_>, earlier: Option<&Report<'_>>) -> String {
     if let Some(stuck) = &report.record.stuck {
         put!(out, "<p class=\"bad\">Stuck: {}</p>\n", Escaped(stuck));
     }
+    if let Some(measured) = &report.measured {
+        let text = measured.to_string();
+        put!(
+            out,
+            "<p>Answers under faults that may change tokens by design: {}.</p>\n",
+            Escaped(&text)
+        );
+    }
     let unhappy = "<b>Table 3.</b> Requests that failed or were refused.";
     out += &tables::unhappy(report.record, unhappy)
         .unwrap_or_else(|| "<p>No request failed, none was refused.</p>\n".to_string());
