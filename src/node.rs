@@ -7,14 +7,16 @@ use std::time::Duration;
 use anyhow::{Context, Result, anyhow, bail};
 use dunlin_actors::host::Host;
 use dunlin_faults::process::inside::Inside;
+use dunlin_faults::process::reach::Reach;
+use dunlin_runtime::NodeName;
 use dunlin_runtime::certs::{NodeIdentity, next_incarnation};
 use dunlin_runtime::config::ClusterConfig;
 use dunlin_runtime::procs;
 use dunlin_runtime::telemetry::{LogOptions, init_log};
-use dunlin_runtime::{Action, NodeName, Site};
 use serde_json::json;
 
 use crate::cluster::JOIN_SECONDS;
+use crate::compose::Armed;
 use crate::config::ConfigArgs;
 use crate::signals::{INTERRUPTED, Signals};
 use crate::{certs, compose};
@@ -58,16 +60,16 @@ async fn serve(args: &Args, supervised: bool) -> Result<ExitCode> {
     init_log(&LogOptions::default())?;
     let config = args.config.load()?;
     let name = which(&config, args.name.as_deref())?;
-    let Some(inside) = signals.or(arm(args.faults.as_deref(), &name)).await else {
+    let Some(armed) = signals.or(arm(args.faults.as_deref(), &name)).await else {
         return Ok(ExitCode::from(INTERRUPTED));
     };
-    let inside = inside?;
+    let armed = armed?;
     certs::prepare(&config, std::slice::from_ref(&name))?;
     let dir = certs::certs_dir(&config);
     let identity = NodeIdentity::load(&dir, name.as_str())?;
     let incarnation = next_incarnation(&dir, name.as_str())?;
     let join = Duration::from_secs(args.wait);
-    let start = compose::start(&config, &name, identity, incarnation, join, inside.as_ref());
+    let start = compose::start(&config, &name, identity, incarnation, join, armed.as_ref());
     let Some(host) = signals.or(start).await else { return Ok(ExitCode::from(INTERRUPTED)) };
     let host = host?;
     let http = host.http().map(|address| address.to_string());
@@ -95,8 +97,8 @@ async fn serve(args: &Args, supervised: bool) -> Result<ExitCode> {
     }
 }
 
-/// Lets a fault runner reach into this node, and asks it whether the node may start.
-async fn arm(socket: Option<&Path>, name: &NodeName) -> Result<Option<Inside>> {
+/// Lets a fault runner reach into this node, and waits until it lets the node start.
+async fn arm(socket: Option<&Path>, name: &NodeName) -> Result<Option<Armed>> {
     let Some(socket) = socket else { return Ok(None) };
     tracing::warn!(
         socket = %socket.display(),
@@ -110,11 +112,9 @@ async fn arm(socket: Option<&Path>, name: &NodeName) -> Result<Option<Inside>> {
         .spawn(move || tell.send(Inside::connect(&path, &node)))
         .context("a thread for --faults")?;
     let inside = told.await.context("--faults")??;
-    let start = inside.faults().decide(Site::Start { node: name });
-    match start {
-        Some(Action::Fail { text, .. }) => bail!("{text}"),
-        _ => Ok(Some(inside)),
-    }
+    let reach = Reach::new(name.clone());
+    inside.set_reach(reach.clone());
+    Ok(Some(Armed { inside, reach }))
 }
 
 /// Until a signal (`Ok`) or a failure.
