@@ -2,8 +2,8 @@
 //!
 //! FAIL: an invariant did not hold. INVALID: the run proves nothing, because a fault of the plan
 //! never fired or could not be shown to have taken effect, or because something was broken before
-//! the first fault. INVALID is not PASS. A fault that the swarm drew may miss (its request may be
-//! over); one that the plan names may not.
+//! the first fault. INVALID is not PASS. A fault that the swarm drew may miss (its request is over,
+//! no frame came its way) and is then listed; one that the plan names may not.
 
 use crate::invariant::{self, Breach, Case};
 use crate::measure::{self, Corruption};
@@ -69,9 +69,12 @@ pub struct Verdict {
     /// Faults of the plan that never fired; faults that fired without proof.
     pub never_fired: Vec<String>,
     pub unverified: Vec<String>,
+    /// Random faults that never fired or hit nothing: `swarm-3 (frame.dup)`.
+    #[serde(default)]
+    pub missed: Vec<String>,
     /// Breaches from before the first fault.
     pub baseline: Vec<Breach>,
-    /// Faults that fired, by kind.
+    /// Faults that fired and are proven, or named in the plan, by kind.
     pub fired: BTreeMap<String, u64>,
     /// What came of faults whose outcome is measured.
     #[serde(default)]
@@ -115,9 +118,14 @@ pub fn judge(resolved: &Resolved, record: &Record) -> Verdict {
     let told = |id: &String| record.faults.iter().any(|run| run.fault.id == *id);
     let silent = resolved.faults.iter().map(|fault| &fault.id).filter(|id| !told(id));
     never_fired.extend(silent.cloned());
-    let unverified = names(&|run| run.began_us.is_some() && run.proof.is_none());
+    let unproven = |run: &FaultRun| run.began_us.is_some() && run.proof.is_none();
+    let unverified = names(&|run| unproven(run) && !is_random(run));
+    let missed = |run: &&FaultRun| is_random(run) && (run.began_us.is_none() || unproven(run));
+    let of_kind = |run: &FaultRun| format!("{} ({})", run.fault.id, run.kind().name());
+    let missed: Vec<String> = record.faults.iter().filter(missed).map(of_kind).collect();
     let mut fired = BTreeMap::new();
-    for run in record.faults.iter().filter(|run| run.began_us.is_some()) {
+    let hit = |run: &&FaultRun| run.began_us.is_some() && !(is_random(run) && unproven(run));
+    for run in record.faults.iter().filter(hit) {
         *fired.entry(run.kind().name().to_string()).or_insert(0) += 1;
     }
     let mut verdict = Verdict {
@@ -129,6 +137,7 @@ pub fn judge(resolved: &Resolved, record: &Record) -> Verdict {
         breaches,
         never_fired,
         unverified,
+        missed,
         baseline,
         fired,
         measured: measure::corruption(&case),
@@ -228,9 +237,14 @@ mod tests {
         let (mut resolved, mut record) = good().parts();
         let mut missed = record.faults[0].clone();
         missed.fault.id = "swarm-3".into();
-        (missed.began_us, missed.proof) = (None, None);
+        missed.proof = None;
         resolved.faults.push(missed.fault.clone());
         record.faults.push(missed);
-        assert_eq!(judge(&resolved, &record).outcome, Outcome::Pass);
+        let verdict = judge(&resolved, &record);
+        assert_eq!(verdict.outcome, Outcome::Pass);
+        assert_eq!(verdict.missed, ["swarm-3 (process.kill)"]);
+        assert_eq!(verdict.fired["process.kill"], 1, "one hit nothing");
+        record.faults[1].began_us = None;
+        assert_eq!(judge(&resolved, &record).missed.len(), 1);
     }
 }

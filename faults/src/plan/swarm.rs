@@ -335,7 +335,7 @@ fn buggify(plan: &Plan, seed: u64, on: f64, fires: f64) -> Vec<Fault> {
                         kind: Kind::ActorSlow,
                         target: Target::Shard { replica: replica.name.clone(), stage, rank },
                         when: Trigger::Step { replica: Some(replica.name.clone()), step: nth },
-                        lasts_us: Some(20_000),
+                        lasts_us: Some(50_000),
                         times: 1,
                         params: Params { p50_us: Some(us), p99_us: Some(us), ..Params::default() },
                         expect: catalog::row(Kind::ActorSlow).expect,
