@@ -468,6 +468,8 @@ fn consequence(kind: Kind, facts: &[FactSeen]) -> Option<String> {
         }
         Kind::DeviceLaunchError | Kind::DeviceOom => &[facts::STEP_FAILED, facts::REPLICA_DOWN],
         Kind::ActorHang | Kind::DeviceHang => &[facts::STEP_FAILED, facts::REPLICA_DOWN],
+        // What waits on a flow that stalls gives up before the frame has left.
+        Kind::StreamStall => &[facts::STEP_FAILED, facts::REPLICA_DOWN],
         Kind::FrameCorrupt | Kind::FrameTruncate => &[names::FRAME_REFUSED],
         _ => &[],
     };

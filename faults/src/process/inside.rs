@@ -212,6 +212,8 @@ impl Shared {
             self.armed.store(true, Ordering::Relaxed);
             return;
         }
+        // Sockets that are opened belong to the node's runtime.
+        let _inside = self.node.get().map(|(_, runtime)| runtime.enter());
         let begun = match self.reach.get() {
             Some(reach) => reach.begin(&fault),
             None => Some(None),

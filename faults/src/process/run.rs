@@ -325,8 +325,12 @@ impl Run<'_> {
     }
 
     async fn settle(&mut self, mut phases: Phases) -> (Phases, Option<crate::record::Rest>) {
-        let until = phases.chaos_us + self.plan.phases.settle_us;
+        // From now: reading proofs back has taken time that was not the system's.
+        let until = self.elapsed_us() + self.plan.phases.settle_us;
         let (rest, settled) = rest::settle(self, until).await;
+        if !settled {
+            tracing::warn!(?rest, "the cluster never came to rest");
+        }
         phases.settle_us = self.elapsed_us();
         (phases, settled.then_some(rest))
     }
