@@ -222,24 +222,53 @@ pub struct FlowReceiver {
     slot: Arc<Slot>,
     events: mpsc::Receiver<Event>,
     handle: Handle,
+    /// The link over which the flow's lane is expected, once there was one.
+    link: Option<u64>,
+    /// The last link whose end was reported; later links have higher numbers.
+    over: Option<u64>,
 }
 
 impl FlowReceiver {
     pub(crate) fn new(peer: Arc<PeerShell>, flow: FlowId, handle: Handle) -> Self {
         let (slot, events) = peer.flows.claim(flow);
-        Self { peer, flow, slot, events, handle }
+        let link = peer.view.with(|view| view.as_ref().map(|view| view.token));
+        Self { peer, flow, slot, events, handle, link, over: None }
     }
 
     /// The next frame. Cancel-safe: a dropped future loses no frame.
+    ///
+    /// A lane tells of its link's end by itself. Where the lane's first frame was lost with the
+    /// link there is no lane to tell it, so the link is watched as well.
     pub async fn recv(&mut self) -> Result<FlowFrame, FlowError> {
         let (peer, flow) = (&self.peer, self.flow.0);
         loop {
-            match self.events.recv().await {
+            let before = self.link;
+            let changed = peer.view.until(|view| {
+                let now = view.as_ref().map(|view| view.token);
+                (now != before).then_some(now)
+            });
+            let event = tokio::select! {
+                biased;
+                event = self.events.recv() => event,
+                now = changed => {
+                    self.link = now;
+                    // While a lane feeds the receiver, it tells.
+                    if before <= self.over || self.slot.turn.try_lock().is_err() {
+                        continue;
+                    }
+                    self.over = before;
+                    let reason = "the link ended before the flow's first frame".to_owned();
+                    return Err(FlowError::LinkDown { peer: peer.name.clone(), flow, reason });
+                }
+            };
+            match event {
                 Some(Event::Frame(incarnation, frame)) if incarnation >= peer.incarnation() => {
                     return Ok(frame);
                 }
                 Some(Event::Frame(..)) => peer.guard.refused(peer.name.as_str(), "stale_flow"),
-                Some(Event::Broken(reason)) => {
+                Some(Event::Broken(link, _)) if Some(link) <= self.over => {}
+                Some(Event::Broken(link, reason)) => {
+                    self.over = Some(link);
                     return Err(FlowError::LinkDown { peer: peer.name.clone(), flow, reason });
                 }
                 Some(Event::Finished) | None => {
@@ -274,7 +303,8 @@ impl Drop for FlowReceiver {
 
 enum Event {
     Frame(Incarnation, FlowFrame),
-    Broken(String),
+    /// The link of this number ended.
+    Broken(u64, String),
     Finished,
 }
 
@@ -352,7 +382,7 @@ impl Flows {
         flow: FlowId,
         incarnation: Incarnation,
         mut source: LaneIn,
-        link: Arc<dyn Link>,
+        (link, token): (Arc<dyn Link>, u64),
     ) {
         let flows = &peer.flows;
         if flows.slots.lock().len() >= flows.limits.flows_per_peer
@@ -383,7 +413,7 @@ impl Flows {
                 Ok(Some(bytes)) => frame::read_flow(bytes),
                 Ok(None) => break Event::Finished,
                 Err(LaneError::Frame(error)) => Err(error),
-                Err(LaneError::Link(error)) => break Event::Broken(error.to_string()),
+                Err(LaneError::Link(error)) => break Event::Broken(token, error.to_string()),
             };
             let event = match read {
                 Ok((epoch, step, tag, payload)) => {
@@ -393,7 +423,7 @@ impl Flows {
                     peer.guard.refused(peer.name.as_str(), error.kind());
                     let text = format!("flow {:016x}: {error}", flow.0);
                     link.close(CloseReason::new(CloseCode::Protocol, text.clone()));
-                    break Event::Broken(text);
+                    break Event::Broken(token, text);
                 }
             };
             if incarnation < peer.incarnation() || slot.tx.send(event).await.is_err() {

@@ -199,7 +199,7 @@ async fn read_lane(run: Arc<Run>, mut source: LaneIn) -> Option<CloseReason> {
         Ok(Frame::OpenMail { lane }) => Some(read_mail(run, usize::from(lane), source).await),
         Ok(Frame::OpenFlow { flow, .. }) => {
             // On its own: what the flow still holds must reach its receiver after the link's end.
-            let (peer, link) = (run.peer.clone(), run.link.clone());
+            let (peer, link) = (run.peer.clone(), (run.link.clone(), run.token));
             let incarnation = run.from.incarnation;
             run.core.handle.spawn(async move {
                 Flows::pump(&peer, FlowId(flow), incarnation, source, link).await;

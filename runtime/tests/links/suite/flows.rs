@@ -114,6 +114,26 @@ pub async fn a_flow_reopens_after_the_link_was_lost<H: Harness>() {
     assert_eq!(receiver.recv().await.unwrap().step, 3);
 }
 
+pub async fn a_flow_whose_first_frame_was_lost_says_so<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    let mut receiver = b.accept_flow(a.name(), FlowId(1));
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Activations);
+    let mut events = a.watch();
+    harness.partition("a", "b");
+    // Taken for sending; it never arrives.
+    sender.send(frame(1, 100)).await.unwrap();
+    let waiting = tokio::spawn(async move { (receiver.recv().await, receiver) });
+    down_event(&mut events).await;
+    harness.heal("a", "b");
+    let (error, mut receiver) = waiting.await.unwrap();
+    assert!(matches!(error, Err(FlowError::LinkDown { .. })), "{error:?}");
+    let error = sender.send(frame(2, 100)).await.unwrap_err();
+    assert!(matches!(error, FlowError::LinkDown { .. }), "{error}");
+    sender.send(frame(3, 100)).await.unwrap();
+    assert_eq!(receiver.recv().await.unwrap().step, 3);
+}
+
 pub async fn frames_of_an_older_life_are_refused<H: Harness>() {
     let harness = H::new();
     let mut all = options(&harness, &["a", "b"]);

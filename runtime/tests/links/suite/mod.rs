@@ -41,6 +41,7 @@ macro_rules! suite_for {
             flows a_flow_waits_for_its_reader
             flows a_flow_whose_reader_is_gone_says_so
             flows a_flow_reopens_after_the_link_was_lost
+            flows a_flow_whose_first_frame_was_lost_says_so
             flows frames_of_an_older_life_are_refused
             flows device_threads_can_block_on_flows
             flows bulk_does_not_hold_up_small_calls
