@@ -78,6 +78,7 @@ impl Armory {
                 | FrameTruncate
                 | FrameDup
                 | FrameStale
+                | StreamStall
                 | DeviceOom
                 | DeviceLaunchError
                 | DeviceHang
