@@ -30,6 +30,8 @@ pub struct Seen {
     pub ids: BTreeMap<u64, u64>,
     /// Requests that were sent and have not ended.
     pub open: std::collections::BTreeSet<u64>,
+    /// Requests that have ended.
+    pub over: std::collections::BTreeSet<u64>,
     /// Output tokens that each client has.
     pub tokens: BTreeMap<u64, u32>,
     pub facts_lost: u64,

@@ -23,6 +23,8 @@ use tokio::sync::{oneshot, watch};
 const PATIENCE: Duration = Duration::from_secs(60);
 /// One cycle of a process that runs only a share of the time. Well below any lease.
 const SLOW_CYCLE: Duration = Duration::from_millis(24);
+/// How long a node's word may take to reach the runner on a busy machine.
+const LATE: Duration = Duration::from_millis(200);
 /// Numbers of requests that faults send begin here.
 pub const EXTRA: u64 = 1_000_000;
 
@@ -121,7 +123,7 @@ pub async fn inject(tools: Tools, story: Story, end: End) {
             let set = [("cluster.name".to_string(), "\"another-cluster\"".to_string())];
             twin(&tools, &story, &set, end).await;
         }
-        ClientDisconnect => disconnect(&tools, &story).await,
+        ClientDisconnect => disconnect(&tools, &story, end).await,
         ClientSlowReader => slow_reader(&tools, &story, end).await,
         ClientBurst => burst(&tools, &story).await,
         ClientMalformed => malformed(&tools, &story).await,
@@ -419,6 +421,11 @@ async fn rules(tools: &Tools, story: &Story, mut end: End) {
             let _ = (&mut end).await;
             over = true;
         }
+        if over {
+            tools.hub.disarm(&fault.id);
+            // A hit of the last moment is still on its way.
+            tools.board.wait(LATE, |seen| (hits(seen) > 0).then_some(())).await;
+        }
         if tools.board.read(hits) == 0 {
             break;
         }
@@ -524,18 +531,27 @@ async fn reach(tools: &Tools, story: &Story, end: End) {
 
 // ---- clients -----------------------------------------------------------------------------------
 
-/// The requests that a client fault hits: the one named, or all that are open.
-fn requests_of(tools: &Tools, target: &Target) -> Vec<u64> {
-    match target {
-        Target::Request(number) => vec![*number],
-        _ => tools.board.read(|seen| seen.open.iter().copied().collect()),
-    }
+/// The open requests that a client fault hits: the one named, or all. Waits until there is one;
+/// `None` if there is none any more.
+async fn requests_of(tools: &Tools, target: &Target, within: Duration) -> Option<Vec<u64>> {
+    let look = |seen: &BoardSeen| match target {
+        Target::Request(number) if seen.open.contains(number) => Some(Some(vec![*number])),
+        Target::Request(number) if seen.over.contains(number) => Some(None),
+        Target::Request(_) => None,
+        _ if seen.open.is_empty() => None,
+        _ => Some(Some(seen.open.iter().copied().collect())),
+    };
+    tools.board.wait(within, look).await.flatten()
 }
 
-async fn disconnect(tools: &Tools, story: &Story) {
-    let after =
-        story.fault.params.count.map_or(0, |count| u32::try_from(count).unwrap_or(u32::MAX));
-    let hit = requests_of(tools, &story.fault.target);
+async fn disconnect(tools: &Tools, story: &Story, end: End) {
+    let count = story.fault.params.count.unwrap_or(0);
+    let after = u32::try_from(count).unwrap_or(u32::MAX);
+    let hit = tokio::select! {
+        hit = requests_of(tools, &story.fault.target, PATIENCE * 10) => hit,
+        _ = end => None,
+    };
+    let Some(hit) = hit else { return };
     let ended_from = tools.board.read(|seen| seen.facts.len());
     story.began();
     for number in &hit {
@@ -565,7 +581,8 @@ async fn disconnect(tools: &Tools, story: &Story) {
 
 async fn slow_reader(tools: &Tools, story: &Story, end: End) {
     let wait = Duration::from_micros(story.fault.params.p50_us.unwrap_or(100_000));
-    let hit = requests_of(tools, &story.fault.target);
+    let within = story.fault.lasts_us.map_or(PATIENCE, Duration::from_micros);
+    let Some(hit) = requests_of(tools, &story.fault.target, within).await else { return };
     let set = |slow: Option<Duration>| {
         for number in &hit {
             if let Some(orders) = tools.orders.get(number) {

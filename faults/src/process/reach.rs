@@ -87,10 +87,8 @@ impl Reach {
                 Kind::LinkClog => (now.clogged - then.clogged, "held"),
                 Kind::LinkDelay => (now.delayed - then.delayed, "delayed"),
                 Kind::LinkLoss => (now.lost - then.lost, "lost"),
-                Kind::LinkBandwidth => (
-                    now.throttled + now.overflowed - then.throttled - then.overflowed,
-                    "kept waiting",
-                ),
+                // All go through the bucket; how many had to wait shows how narrow it was.
+                Kind::LinkBandwidth => (now.datagrams - then.datagrams, "limited"),
                 Kind::ConnHalfOpen => (now.half_open - then.half_open, "not delivered"),
                 _ => (0, ""),
             };
@@ -108,7 +106,16 @@ impl Reach {
             }
             if count > 0 {
                 let all = now.datagrams - then.datagrams;
-                proofs.push(format!("{what} {count} of {all} datagrams to {peer}"));
+                let mut text = format!("{what} {count} of {all} datagrams to {peer}");
+                if fault.kind == Kind::LinkBandwidth {
+                    let (waited, dropped) =
+                        (now.throttled - then.throttled, now.overflowed - then.overflowed);
+                    let bytes = now.bytes - then.bytes;
+                    text.push_str(&format!(
+                        " ({bytes} bytes; {waited} waited, {dropped} were dropped)"
+                    ));
+                }
+                proofs.push(text);
             }
         }
         (!proofs.is_empty()).then(|| proofs.join(", "))

@@ -620,7 +620,11 @@ impl Run<'_> {
     }
 
     fn over(&mut self, request: u64) {
-        self.ended += usize::from(self.board.change(|seen| seen.open.remove(&request)));
+        let was_open = self.board.change(|seen| {
+            seen.over.insert(request);
+            seen.open.remove(&request)
+        });
+        self.ended += usize::from(was_open);
     }
 
     // ---- the record ----------------------------------------------------------------------------
