@@ -5,7 +5,8 @@ use dunlin_runtime::{Fact, Node};
 
 /// The router accepted a request: `key` its id, `value` the prompt's length in tokens.
 pub const REQUEST_ACCEPTED: &str = "request.accepted";
-/// The router appended a token to its log: `key` the request, `value` the output position.
+/// The router appended a token to its log: `subject` epoch and attempt that drew it, `key` the
+/// request, `value` the output position.
 pub const TOKEN_LOGGED: &str = "token.logged";
 /// The router delivered a token to the gateway: `key` the request, `value` the output position.
 pub const TOKEN_DELIVERED: &str = "token.delivered";
@@ -38,6 +39,8 @@ pub const STALE_REFUSED: &str = "stale.refused";
 pub const PLAN_MISMATCH: &str = "plan.mismatch";
 /// The books of a scheduler or KV block manager do not balance: `subject` what is wrong.
 pub const AUDIT_FAILED: &str = "audit.failed";
+/// A KV block does not hold what its table claims: `subject` where, `key` the request.
+pub const KV_MISMATCH: &str = "kv.mismatch";
 /// A drain began or ended: `subject` `begun` or `ended`, `value` requests left.
 pub const DRAIN: &str = "node.drain";
 

@@ -8,6 +8,7 @@
 use crate::address::NodeName;
 use crate::faults::{Action, Fact, Faults, Site, names};
 use crate::frame::{self, ENVELOPE, FrameError};
+use crate::mutation::mutated;
 use crate::transport::{FrameSink, FrameSource, LaneClass, Link, LinkError, OutFrame};
 use bytes::{Buf, Bytes, BytesMut};
 use std::collections::VecDeque;
@@ -244,7 +245,7 @@ impl LaneIn {
             let received = self.source.recv(limit.saturating_add(ENVELOPE)).await;
             let Some(frame) = received.map_err(LaneError::Link)? else { return Ok(None) };
             let (number, content) = frame::open(frame).map_err(LaneError::Frame)?;
-            if number < self.next {
+            if number < self.next && !mutated("accept-stale-flow") {
                 self.guard.refused(&self.from, "duplicate");
                 continue;
             }
@@ -252,7 +253,7 @@ impl LaneIn {
                 let expected = self.next;
                 return Err(LaneError::Frame(FrameError::Gap { number, expected }));
             }
-            self.next += 1;
+            self.next = self.next.max(number + 1);
             return Ok(Some(content));
         }
     }

@@ -15,6 +15,7 @@ mod lease;
 mod link;
 mod mailbox;
 mod membership;
+mod mutation;
 mod node;
 mod options;
 mod peer;
@@ -33,6 +34,9 @@ pub use faults::{Action, Fact, FaultHook, Faults, Site};
 pub use flow::{FlowClass, FlowError, FlowFrame, FlowId, FlowReceiver, FlowSender};
 pub use frame::{FrameError, PROTOCOL_VERSION, Refusal, RefusalCode};
 pub use mailbox::{CallError, CastError, Export, ExportError, Inbound, Protocol, ReplyPort};
+pub use mutation::mutated;
+#[cfg(feature = "mutations")]
+pub use mutation::with_mutation;
 pub use node::{Lease, Node, PeerEvent, StartError};
 pub use options::{Limits, NodeOptions, Timing};
 pub use peer::PeerStatus;

@@ -7,6 +7,7 @@
 
 use crate::address::{Incarnation, NodeName};
 use crate::frame::{Hello, PROTOCOL_VERSION, Refusal, RefusalCode};
+use crate::mutation::mutated;
 
 /// This node, as it presents itself.
 #[derive(Debug, Clone)]
@@ -90,7 +91,8 @@ pub(crate) fn admit(
     if hello.incarnation > known.incarnation {
         return Ok(Admission::NewLife);
     }
-    if hello.incarnation < known.incarnation || hello.life != known.nonce {
+    let other_process = hello.life != known.nonce && !mutated("reuse-incarnation");
+    if hello.incarnation < known.incarnation || other_process {
         return Err(Refusal {
             code: RefusalCode::StaleIncarnation,
             ours: format!("knows {} {}", hello.node, known.incarnation),

@@ -10,6 +10,7 @@
 //! [`KEY_SCHEMA`]; golden vectors in the tests hold it still.
 
 use crate::messages::BlockKey;
+use dunlin_runtime::mutated;
 use std::sync::Arc;
 
 /// Version of the key's definition; part of every key, so that unlike versions never match.
@@ -34,6 +35,7 @@ pub struct Chain {
 impl Chain {
     /// `namespace` stands for the model's content and the KV format; `block_tokens` is at least 1.
     pub fn new(namespace: &[u8; 16], block_tokens: u32, tenant: &str, salt: &str) -> Self {
+        let (tenant, salt) = if mutated("drop-salt") { ("", "") } else { (tenant, salt) };
         let root = root_key(namespace, tenant, salt);
         let scope = Arc::new(Scope { tenant: tenant.into(), salt: salt.into() });
         Self { scope, root, block_tokens: block_tokens.max(1) as usize, keys: Vec::new() }

@@ -13,7 +13,7 @@ use super::planner::{
 use crate::messages::{
     NodeDescription, ReplicaEpoch, ReplicaInfo, ReplicaPlan, ReplicaState, RequestId, ShardPlace,
 };
-use dunlin_runtime::{NodeName, Peer};
+use dunlin_runtime::{NodeName, Peer, mutated};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
@@ -570,7 +570,7 @@ impl Placement {
                 let text = format!("replica {name} is planned onto {places}: it {reason}");
                 out.push(Output::Note(text));
             }
-            self.next_epoch += 1;
+            self.next_epoch += u64::from(!mutated("same-epoch"));
             replica.adoptable = false;
             replica.epoch = ReplicaEpoch(self.next_epoch);
             replica.since = now;

@@ -395,9 +395,10 @@ impl State {
                 let key = (request.0, u64::from(*prompt_tokens));
                 tell(&self.node, facts::REQUEST_ACCEPTED, String::new, key);
             }
-            Note::Logged { request, position, tokens } => {
+            Note::Logged { request, position, tokens, epoch, attempt } => {
+                let from = || format!("epoch {} attempt {}", epoch.0, attempt.0);
                 for at in (u64::from(*position)..).take(*tokens as usize) {
-                    tell(&self.node, facts::TOKEN_LOGGED, String::new, (request.0, at));
+                    tell(&self.node, facts::TOKEN_LOGGED, from, (request.0, at));
                 }
             }
             Note::Replay { request, cause, tokens } => {

@@ -3,7 +3,7 @@
 use super::index::PrefixIndex;
 use super::log::Share;
 use crate::messages::{BlockKey, LoadReport, ReplicaEpoch, ReplicaInfo, RequestId};
-use dunlin_runtime::Address;
+use dunlin_runtime::{Address, mutated};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
@@ -67,7 +67,8 @@ impl Fleet {
     pub fn current(&self, name: &str, epoch: ReplicaEpoch) -> Option<Slot> {
         let slot = self.find(name)?;
         let replica = self.get(slot)?;
-        (replica.ready && replica.info.epoch == epoch).then_some(slot)
+        let current = replica.ready && replica.info.epoch == epoch;
+        (current || unfenced()).then_some(slot)
     }
 
     pub fn scheduler(&self, share: &Share) -> Option<Address> {
@@ -193,4 +194,9 @@ impl Fleet {
     pub fn next_unshun(&self, now: Duration) -> Option<Duration> {
         self.ready().map(|(_, r)| r.shunned_until).filter(|until| *until > now).min()
     }
+}
+
+/// A deliberate bug: whoever reports is believed.
+pub(super) fn unfenced() -> bool {
+    mutated("skip-fence") || mutated("trust-reports")
 }

@@ -154,6 +154,9 @@ pub enum Note {
         request: RequestId,
         position: u32,
         tokens: u32,
+        /// Who reported them.
+        epoch: ReplicaEpoch,
+        attempt: Attempt,
     },
     Refused {
         request: RequestId,

@@ -3,6 +3,7 @@
 use super::log::PromptReport;
 use super::{Note, Router};
 use crate::messages::{Attempt, FailureCode, ReplicaEpoch, ReplicaInfo, RequestId};
+use dunlin_runtime::mutated;
 
 /// How an attempt was lost.
 enum Loss<'a> {
@@ -52,7 +53,8 @@ impl Router {
         let lost: Vec<RequestId> = replica.assigned.iter().copied().collect();
         let alone = suspects.len() == 1;
         self.fleet.take_down(slot, epoch, reason.clone());
-        for id in lost {
+        let forgotten = usize::from(mutated("forget-replay"));
+        for id in lost.into_iter().skip(forgotten) {
             let named = suspects.contains(&id);
             self.lose(id, Loss::Replica { reason: &reason, named, alone });
         }

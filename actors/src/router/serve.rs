@@ -1,6 +1,6 @@
 //! What schedulers report and clients ask for: tokens in order, and the end of a request.
 
-use super::fleet::Slot;
+use super::fleet::{Slot, unfenced};
 use super::log::{Open, PromptReport};
 use super::{Note, Output, Router};
 use crate::messages::{
@@ -8,7 +8,7 @@ use crate::messages::{
     StreamEvent,
 };
 use dunlin_model::sampling::TokenLogprob;
-use dunlin_runtime::NodeName;
+use dunlin_runtime::{NodeName, mutated};
 use std::time::Duration;
 
 impl Router {
@@ -38,7 +38,7 @@ impl Router {
                     if let (Some(open), Some(cached)) = (open, cached_tokens) {
                         open.cached_tokens.get_or_insert(cached);
                     }
-                    self.tokens(request, position, ids, logprobs);
+                    self.tokens(request, (epoch, attempt), position, ids, logprobs);
                 }
             }
             SchedulerEvent::Finished { request, attempt, reason } => {
@@ -143,6 +143,9 @@ impl Router {
         let elapsed = self.now.saturating_sub(open.accepted);
         let to_first_token = open.first_token.map(|at| at.saturating_sub(open.accepted));
         let attempts = open.attempt;
+        if mutated("end-twice") {
+            self.deliver(open.request.reply_to.clone(), id, event.clone());
+        }
         self.deliver(open.request.reply_to, id, event);
         self.note(Note::Ended { request: id, outcome, usage, elapsed, to_first_token, attempts });
     }
@@ -154,6 +157,9 @@ impl Router {
         let open = self.open.get(&id);
         let here = open.and_then(|o| o.share.as_ref()).is_some_and(|share| share.slot == slot);
         if here && open.is_some_and(|open| open.attempt() == attempt) {
+            return true;
+        }
+        if unfenced() && open.is_some() {
             return true;
         }
         let known = open.is_none_or(|open| attempt <= open.attempt());
@@ -192,6 +198,7 @@ impl Router {
     fn tokens(
         &mut self,
         id: RequestId,
+        from: (ReplicaEpoch, Attempt),
         position: u32,
         mut ids: Vec<u32>,
         mut logprobs: Vec<TokenLogprob>,
@@ -201,6 +208,7 @@ impl Router {
             return;
         }
         let next = open.position();
+        let position = if mutated("trust-reports") { next } else { position };
         if position > next {
             return self.gap(id, format!("tokens at position {position}, expected {next}"));
         }
@@ -231,11 +239,17 @@ impl Router {
             self.note(Note::Diverged { request: id, position: position + at as u32 });
         }
         if !ids.is_empty() {
-            self.log_and_deliver(id, ids, logprobs);
+            self.log_and_deliver(id, from, ids, logprobs);
         }
     }
 
-    fn log_and_deliver(&mut self, id: RequestId, ids: Vec<u32>, logprobs: Vec<TokenLogprob>) {
+    fn log_and_deliver(
+        &mut self,
+        id: RequestId,
+        (epoch, attempt): (ReplicaEpoch, Attempt),
+        ids: Vec<u32>,
+        logprobs: Vec<TokenLogprob>,
+    ) {
         let Some(open) = self.open.get_mut(&id) else { return };
         let position = open.position();
         open.output.extend_from_slice(&ids);
@@ -253,8 +267,12 @@ impl Router {
         }
         let to = open.request.reply_to.clone();
         let tokens = ids.len() as u32;
-        self.note(Note::Logged { request: id, position, tokens });
+        self.note(Note::Logged { request: id, position, tokens, epoch, attempt });
         self.deliver(to, id, StreamEvent::Tokens { position, ids, logprobs });
+        if mutated("deliver-before-log") {
+            let last = self.out.len() - 1;
+            self.out.swap(last - 1, last);
+        }
         if let Some(at) = lost_at {
             self.note(Note::Resumed { request: id, after: self.now.saturating_sub(at) });
         }

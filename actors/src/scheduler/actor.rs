@@ -15,7 +15,7 @@ use crate::messages::{
     SchedulerReply, ShardCast, ShardProtocol,
 };
 use dunlin_model::engine::Batch;
-use dunlin_runtime::{Address, CastError, Export, Inbound, Node, PeerEvent, ReplyPort};
+use dunlin_runtime::{Address, CastError, Export, Inbound, Node, PeerEvent, ReplyPort, mutated};
 use metrics::{Counter, Gauge, Histogram};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
 use std::time::Duration;
@@ -27,6 +27,9 @@ pub const ROLE: &str = "scheduler";
 
 /// Also bounds how long gauges lag behind after everything was cancelled.
 const TICK: Duration = Duration::from_millis(100);
+
+/// Steps from one audit to the next, while a fault plan is armed.
+const AUDIT_EVERY: u64 = 8;
 
 pub struct SchedulerArgs {
     pub node: Node,
@@ -270,13 +273,32 @@ impl State {
         tracing::debug!(copies = batch.copies.len(), "planned");
         let planned = (step, tokens as u64);
         tell(&self.node, facts::STEP_PLANNED, || self.plan.replica.clone(), planned);
+        if step % AUDIT_EVERY == 0 && self.node.faults().is_armed() {
+            self.look_at_books();
+        }
         let run = ShardCast::Run { epoch: self.plan.epoch, step, batch, claims };
-        for shard in &self.shards {
-            if let Err(error) = self.node.cast::<ShardProtocol>(shard, &run) {
+        for (index, shard) in self.shards.iter().enumerate() {
+            // A deliberate bug: shards are told unlike plans, and their hash is not compared.
+            let unlike = (mutated("skip-plan-hash") && index + 1 < self.shards.len()).then(|| {
+                let ShardCast::Run { epoch, step, mut batch, mut claims } = run.clone();
+                batch.seqs.reverse();
+                claims.reverse();
+                ShardCast::Run { epoch, step, batch, claims }
+            });
+            let run = unlike.as_ref().unwrap_or(&run);
+            if let Err(error) = self.node.cast::<ShardProtocol>(shard, run) {
                 return self.broken(format!("step {step}: {error}"), Vec::new());
             }
         }
         Ok(())
+    }
+
+    /// Every so often while a fault plan is armed.
+    fn look_at_books(&self) {
+        if let Err(wrong) = self.core.audit(&self.kv.lock()) {
+            let who = || format!("scheduler {}: {}", self.plan.replica, wrong.join("; "));
+            tell(&self.node, facts::AUDIT_FAILED, who, (0, 0));
+        }
     }
 
     fn tell_router(&mut self, event: SchedulerEvent) -> Result<(), ActorProcessingErr> {

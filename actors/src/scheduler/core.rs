@@ -10,6 +10,7 @@ use crate::messages::{
     Attempt, FailureCode, FinishReason, LoadReport, ReplicaEpoch, RequestId, SchedulerEvent, Work,
 };
 use dunlin_model::engine::{Batch, SampleFailure, Sampled};
+use dunlin_runtime::mutated;
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::time::Duration;
 
@@ -346,7 +347,14 @@ impl Scheduler {
         let slot = self.by_request.get(&request).copied();
         let seq = slot.and_then(|slot| self.seqs[slot].as_ref());
         match slot {
-            Some(slot) if seq.is_some_and(|seq| seq.attempt <= attempt) => self.end(kv, slot, true),
+            Some(slot) if seq.is_some_and(|seq| seq.attempt <= attempt) => {
+                if mutated("keep-after-cancel")
+                    && let Some(run) = seq.and_then(Sequence::run)
+                {
+                    let _ = kv.fork(run.table)?;
+                }
+                self.end(kv, slot, true)
+            }
             // It has ended by itself, or a newer attempt runs.
             _ => {
                 self.totals.refused += 1;
@@ -414,6 +422,12 @@ impl Scheduler {
         if matches!(seq.phase, Phase::Ending { .. }) {
             return if run.in_flight == 0 { self.close(kv, slot) } else { Ok(()) };
         }
+        let answer = match answer {
+            Some(found) if mutated("sample-nan") => {
+                Some(Sampled { token: found.token.or(Ok(0)), ..found })
+            }
+            found => found,
+        };
         let after = upto - 1;
         let message = match &answer {
             Some(Sampled { token: Err(SampleFailure::NotFinite), .. }) => {

@@ -4,6 +4,7 @@ use crate::kv::{Chain, TableId};
 use crate::messages::{Attempt, ReplicaEpoch, RequestId};
 use dunlin_model::engine::{PromptLogprobs, SampleSpec};
 use dunlin_model::sampling::{SamplingParams, TokenLogprob};
+use dunlin_runtime::mutated;
 use std::time::Duration;
 
 /// Place in the scheduler's slab of sequences.
@@ -161,8 +162,12 @@ impl Sequence {
             false => (&[][..], &[][..]),
         };
         let early = self.output_len() < self.min_tokens;
+        let mut params = self.sampling.clone();
+        if mutated("attempt-seed") {
+            params.seed += u64::from(self.attempt.0);
+        }
         SampleSpec {
-            params: self.sampling.clone(),
+            params,
             prompt: prompt.to_vec(),
             output: output.to_vec(),
             forbidden: if early { self.stop_tokens.clone() } else { Vec::new() },

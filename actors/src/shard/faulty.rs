@@ -6,6 +6,7 @@
 
 use super::checked::CheckedEngine;
 use crate::engines::{Compute, Engines};
+use crate::facts::KV_MISMATCH;
 use crate::messages::ReplicaPlan;
 use dunlin_backend::BackendError;
 use dunlin_model::engine::{
@@ -144,12 +145,20 @@ impl Engine for FaultyEngine {
         input: Option<&[f32]>,
         group: &mut dyn Collective,
     ) -> Result<StageOutput, EngineError> {
-        let Some(action) = self.now.action.take() else {
-            return self.inner.step(batch, input, group);
+        let result = match self.now.action.take() {
+            None => self.inner.step(batch, input, group),
+            Some(action) => {
+                let result = self.act(&action, batch, input, group);
+                // Kept, since the step may be run again.
+                self.now.action = Some(action);
+                result
+            }
         };
-        let result = self.act(&action, batch, input, group);
-        // Kept, since the step may be run again.
-        self.now.action = Some(action);
+        if let Err(error @ EngineError::Content { request, .. }) = &result {
+            let (node, subject) = (self.told.node.clone(), format!("{}: {error}", self.who));
+            let fact = Fact { node, name: KV_MISMATCH, subject, key: *request, value: 0 };
+            self.told.faults.tell(|| fact);
+        }
         result
     }
 

@@ -16,6 +16,7 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use super::{Backoff, Exit, Intensity, Restart, Strategy, Verdict};
+use crate::mutation::mutated;
 
 /// Counts the instances of one child; an event of an older instance is ignored.
 pub type Generation = u64;
@@ -348,7 +349,8 @@ impl Core {
             self.restarts.pop_front();
         }
         self.restarts.push_back(now);
-        let allowed = self.restarts.len() <= self.intensity.max as usize;
+        let allowed =
+            self.restarts.len() <= self.intensity.max as usize || mutated("no-restart-intensity");
         self.restarts_total += u64::from(allowed);
         allowed
     }
