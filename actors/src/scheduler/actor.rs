@@ -273,7 +273,7 @@ impl State {
         tracing::debug!(copies = batch.copies.len(), "planned");
         let planned = (step, tokens as u64);
         tell(&self.node, facts::STEP_PLANNED, || self.plan.replica.clone(), planned);
-        if step % AUDIT_EVERY == 0 && self.node.faults().is_armed() {
+        if step.is_multiple_of(AUDIT_EVERY) && self.node.faults().is_armed() {
             self.look_at_books();
         }
         let run = ShardCast::Run { epoch: self.plan.epoch, step, batch, claims };

@@ -182,6 +182,32 @@ async fn a_placement_that_hangs_is_replaced_while_streams_go_on() {
     cluster.settled(SOON).await;
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn health_says_degraded_while_a_replica_is_away() {
+    async fn until(cluster: &LocalCluster, what: &str) {
+        let asked = async {
+            loop {
+                let (code, answer) = cluster.get("/health").await;
+                assert_eq!(code, 200, "{answer}");
+                if answer.contains(what) {
+                    return;
+                }
+                tokio::time::sleep(Duration::from_millis(50)).await;
+            }
+        };
+        let done = tokio::time::timeout(SOON, asked).await;
+        done.unwrap_or_else(|_| panic!("/health never said {what}"));
+    }
+    let mut cluster = LocalCluster::start(Setup::replicas(&["left", "right"])).await;
+    until(&cluster, r#""status":"ready""#).await;
+    let zombie = cluster.crash("right");
+    until(&cluster, "degraded").await;
+    until(&cluster, "replica right").await;
+    cluster.start_host("right").await;
+    until(&cluster, r#""status":"ready""#).await;
+    zombie.stop().await;
+}
+
 /// Everything that an older life of a replica, or an older attempt, can still send.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_older_life_sends_is_refused_and_counted() {
