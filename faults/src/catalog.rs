@@ -209,9 +209,9 @@ pub static ROWS: [Row; 38] = [
         kind: Kind::ProcessStartFail,
         lasts: Lasts::Once,
         repeats: true,
-        injector: "site start: fail",
+        injector: "the node is killed; site start: fail",
         proof: "the start was refused",
-        weight: 0,
+        down: true,
         ..BASE
     },
     Row {

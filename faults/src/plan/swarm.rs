@@ -55,7 +55,7 @@ pub(super) fn draw(plan: &Plan, swarm: &Swarm, seed: u64, mode: Mode) -> Vec<Fau
             fits(plan, &books, &drawn.1).then_some(drawn)
         });
         if let Some((fault, book)) = found {
-            with_companion(fault, &mut faults);
+            faults.push(fault);
             books.push(book);
         }
     }
@@ -288,29 +288,6 @@ fn fits(plan: &Plan, books: &[Drawn], new: &Drawn) -> bool {
                 plan.config.replicas.iter().any(live)
             }
         }
-    }
-}
-
-/// A start can fail only where there is one: the node is killed just after it is armed.
-fn with_companion(fault: Fault, faults: &mut Vec<Fault>) {
-    let starts = fault.kind == Kind::ProcessStartFail;
-    let kill = Fault {
-        id: format!("{}-kill", fault.id),
-        kind: Kind::ProcessKill,
-        when: Trigger::After {
-            fault: fault.id.clone(),
-            edge: crate::fault::Edge::Start,
-            delay_us: 1_000,
-        },
-        lasts_us: None,
-        times: 1,
-        params: Params::default(),
-        expect: catalog::row(Kind::ProcessKill).expect,
-        target: fault.target.clone(),
-    };
-    faults.push(fault);
-    if starts {
-        faults.push(kill);
     }
 }
 
