@@ -5,9 +5,8 @@
 // k = j (mod 4) in ascending order, one fused multiply-add each; segments are added in ascending
 // order; the four lanes last.
 //
-// This variant has no barrier: a thread makes some rows of some output columns. Software adapters
-// are fast at it, and large products on any. A line marked @row stands for one line a row, one
-// marked @col for one a column; $r and $c are their numbers.
+// The variants are in linear_rows.wgsl, linear_split.wgsl and linear_tiled.wgsl; this is what they
+// share.
 //
 // With `experts` set, row r is scaled by shares[r, expert], skipped where that is zero, and added
 // to what `out` holds if `accumulate` is set.
@@ -84,26 +83,4 @@ fn idle(first: u32, count: u32) -> bool {
         }
     }
     return true;
-}
-
-@compute @workgroup_size(LANES)
-fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) local: vec3<u32>) {
-    let tile = group.x;
-    let lane = local.x;
-    let first = group.y * ROWS;
-    if (idle(first, ROWS)) {
-        return;
-    }
-@row    let at$r = min(first + $ru, p.rows - 1u) * p.x_stride;
-@row@col    var total$r_$c = vec4<f32>(0.0);
-    for (var segment = 0u; segment < p.w.blocks; segment += 8u) {
-@row@col        var sum$r_$c = vec4<f32>(0.0);
-        for (var b = segment; b < min(segment + 8u, p.w.blocks); b++) {
-@col            let w$c = block_at(tile, b, lane + $cu * LANES);
-@row            let v$r = load(at$r + 8u * b);
-@row@col            sum$r_$c = chain(w$c, v$r, sum$r_$c);
-        }
-@row@col        total$r_$c += sum$r_$c;
-    }
-@row@col    store(first + $ru, tile * TILE + lane + $cu * LANES, total$r_$c);
 }

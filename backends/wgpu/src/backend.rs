@@ -8,6 +8,7 @@ use crate::kv::WgpuKv;
 use crate::pack::WgpuWeight;
 use crate::record::Recorder;
 use crate::tensor::{WgpuTensor, same, shape, word};
+use crate::tune::Tuning;
 use dunlin_backend::{
     Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvSpec,
     LinearPart, Part, Rope, RopeStyle, SeqRows,
@@ -21,7 +22,7 @@ pub struct WgpuBackend {
     pub(crate) gpu: Arc<Gpu>,
     /// Bound where a kernel takes a buffer that a call does not have.
     pub(crate) nothing: Buffer,
-    tuning: Tuning,
+    pub(crate) tuning: Tuning,
     inner: Mutex<Inner>,
 }
 
@@ -29,18 +30,6 @@ struct Inner {
     rec: Recorder,
     experts: experts::Scratch,
     rotations: Rotations,
-}
-
-/// Shapes of kernels that suit the adapter. None of them changes a bit of a result on one adapter.
-#[derive(Debug, Clone, Copy)]
-struct Tuning {
-    /// Threads that share a norm.
-    norm_lanes: u32,
-    /// Query heads of an attention workgroup.
-    attention_heads: u32,
-    /// Output columns of a product's thread for one row; rows and columns for many rows.
-    one_row_cols: u32,
-    many_rows: (u32, u32),
 }
 
 impl WgpuBackend {
@@ -55,19 +44,12 @@ impl WgpuBackend {
         };
         let nothing = gpu.storage(16, "a placeholder").map_err(refused)?;
         let rec = Recorder::new(gpu.clone()).map_err(refused)?;
-        // On a software adapter barriers and loads are dear and eight lanes are one vector; measured
-        // with `cargo bench -p dunlin-wgpu -- types`. Elsewhere threads and barriers are cheap.
-        let tuning = match gpu.software {
-            true => {
-                Tuning { norm_lanes: 8, attention_heads: 1, one_row_cols: 4, many_rows: (4, 4) }
-            }
-            false => {
-                Tuning { norm_lanes: 64, attention_heads: 4, one_row_cols: 1, many_rows: (8, 1) }
-            }
-        };
+        let tuning = Tuning::start(gpu.software);
         let (experts, rotations) = Default::default();
         let inner = Mutex::new(Inner { rec, experts, rotations });
-        Ok(Self { gpu, nothing, tuning, inner })
+        let mut made = Self { gpu: gpu.clone(), nothing, tuning, inner };
+        made.tune().map_err(refused)?;
+        Ok(made)
     }
 
     /// Whether the device is lost or has failed: nothing but opening it anew mends that.
@@ -151,8 +133,7 @@ pub(crate) fn linear_part(
         }
     };
     let shares = mix.as_ref().map_or(&backend.nothing, |m| &m.shares.buffer);
-    let one = (1, backend.tuning.one_row_cols);
-    let (rows, cols) = if x.rows > 1 { backend.tuning.many_rows } else { one };
+    let (kernel, rows) = backend.tuning.product(x.rows).kernel(layout.dtype);
     for chunk in &weight.chunks {
         let w = weight.params();
         let params = [
@@ -171,7 +152,6 @@ pub(crate) fn linear_part(
             mix.as_ref().map_or(0, |m| word(m.expert)),
             u32::from(mix.as_ref().is_some_and(|m| m.accumulate)),
         ];
-        let kernel = Kernel::Linear { dtype: layout.dtype, rows, cols };
         let read = [&chunk.codes, &chunk.scales, &x.buffer, bias_buffer, shares];
         let size = (word(chunk.rows.len()).div_ceil(32), word(x.rows).div_ceil(rows));
         rec.dispatch(kernel, &read, &[&out.buffer], &params, size)?;

@@ -14,6 +14,10 @@ pub(crate) enum Kernel {
         rows: u32,
         cols: u32,
     },
+    /// One row, four threads a column.
+    LinearSplit(DType),
+    /// 32 rows of 32 columns a workgroup.
+    LinearTiled(DType),
     Embed(DType),
     Norm {
         in_place: bool,
@@ -48,7 +52,7 @@ impl Kernel {
     /// Read-only bindings, then writable ones.
     pub fn bindings(self) -> (u32, u32) {
         match self {
-            Kernel::Linear { .. } => (5, 1),
+            Kernel::Linear { .. } | Kernel::LinearSplit(_) | Kernel::LinearTiled(_) => (5, 1),
             Kernel::Embed(_) => (3, 1),
             Kernel::Norm { in_place: true, .. } => (1, 1),
             Kernel::Norm { in_place: false, .. } => (2, 1),
@@ -78,10 +82,15 @@ impl Kernel {
         let weights = |dtype, rest: &str| [text!("weights"), unpack(dtype), rest].concat();
         let body = match self {
             Kernel::Linear { dtype, rows, cols } => {
-                let body = repeat(text!("linear"), "@row", "$r", rows);
+                let body = repeat(text!("linear_rows"), "@row", "$r", rows);
                 let body = repeat(&body, "@col", "$c", cols);
                 let head = format!("const ROWS = {rows}u;\nconst LANES = {}u;\n", 32 / cols);
-                head + &weights(dtype, &body)
+                head + &weights(dtype, text!("linear")) + &body
+            }
+            Kernel::LinearSplit(dtype) => weights(dtype, text!("linear")) + text!("linear_split"),
+            Kernel::LinearTiled(dtype) => {
+                let body = repeat(text!("linear_tiled"), "@row", "$r", 8);
+                weights(dtype, text!("linear")) + &body
             }
             Kernel::Embed(dtype) => weights(dtype, text!("embed")),
             Kernel::Norm { in_place, lanes } => {
@@ -183,7 +192,7 @@ pub fn shader_texts() -> Vec<(String, String, &'static str)> {
     for dtype in types {
         let shapes = [(1, 1), (8, 1), (1, 4), (4, 4)];
         all.extend(shapes.map(|(rows, cols)| Kernel::Linear { dtype, rows, cols }));
-        all.push(Kernel::Embed(dtype));
+        all.extend([Kernel::LinearSplit(dtype), Kernel::LinearTiled(dtype), Kernel::Embed(dtype)]);
     }
     for lanes in [8, 64] {
         all.extend([true, false].map(|in_place| Kernel::Norm { in_place, lanes }));

@@ -24,6 +24,7 @@ mod memory;
 mod pack;
 mod record;
 mod tensor;
+mod tune;
 
 pub use adapter::{AdapterSummary, Wanted, WgpuError, adapters};
 pub use backend::WgpuBackend;
@@ -32,3 +33,4 @@ pub use kv::WgpuKv;
 pub use measure::Rates;
 pub use pack::WgpuWeight;
 pub use tensor::WgpuTensor;
+pub use tune::{Product, Tuning};

@@ -8,6 +8,7 @@ use dunlin_backend::{
     Activation, Backend, BackendError, Experts, HostTensor, LinearPart, Part, Reference, Rope,
     RopeStyle,
 };
+use dunlin_wgpu::Product;
 use proptest::prelude::{ProptestConfig, any, prop_assert, prop_assert_eq, proptest};
 
 /// `x * part(t)^T (+ bias)`
@@ -164,17 +165,28 @@ fn experts<B: Backend>(b: &B, r: &mut Random) -> Vec<f32> {
     download(b, &out)
 }
 
+/// All variants of a product, many rows at once and one after another.
 #[test]
-fn many_rows_give_the_bits_of_few() {
+fn variants_and_numbers_of_rows_give_the_same_bits() {
+    const ROWS: usize = 41;
     let mut r = Random::new(3);
+    let mut b = open();
     for dtype in TYPES {
-        let t = matrix(&mut r, dtype, 70, 768);
-        let part = Part::all(&t);
-        let x = r.floats(67 * 768);
-        let all = linear(device(), &t, &part, None, &x);
-        for (row, want) in all.chunks_exact(70).enumerate() {
-            let one = linear(device(), &t, &part, None, &x[row * 768..][..768]);
-            assert!(same_bits(&one, want), "{dtype:?}, row {row}");
+        let t = matrix(&mut r, dtype, 70, 1280);
+        let part = Part { rows: 3..70, cols: 32..1248 };
+        let x = r.floats(ROWS * part.cols.len());
+        let mut first: Option<Vec<f32>> = None;
+        for (one_row, many_rows) in Product::ONE_ROW.into_iter().zip(Product::MANY_ROWS) {
+            b.use_variants(one_row, many_rows);
+            let all = linear(&b, &t, &part, None, &x);
+            let want = first.get_or_insert_with(|| all.clone());
+            assert!(same_bits(&all, want), "{dtype:?}, {many_rows:?}");
+            for row in [0, 17, ROWS - 1] {
+                let x = &x[row * part.cols.len()..][..part.cols.len()];
+                let one = linear(&b, &t, &part, None, x);
+                let want = &all[row * part.rows.len()..][..part.rows.len()];
+                assert!(same_bits(&one, want), "{dtype:?}, {one_row:?}, row {row}");
+            }
         }
     }
 }
