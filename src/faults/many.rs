@@ -120,12 +120,11 @@ impl Tally {
     }
 
     fn coverage(&self) -> BTreeMap<String, u64> {
-        let mut counts: BTreeMap<String, u64> =
-            super::judge::moments().map(|(id, _)| (id.to_string(), 0)).collect();
-        for situation in self.finished.iter().flat_map(|f| &f.covered) {
-            *counts.entry(situation.clone()).or_default() += 1;
-        }
-        counts
+        let met = |id: &str| {
+            self.finished.iter().filter(|f| f.covered.iter().any(|covered| covered == id)).count()
+        };
+        let moments = super::judge::moments();
+        moments.map(|(id, what)| (format!("{id}: {what}"), met(id) as u64)).collect()
     }
 
     fn write_sweep(&self, many: &Many, axes: &[Axis]) -> Result<PathBuf> {

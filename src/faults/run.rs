@@ -9,7 +9,7 @@ use dunlin_faults::fault::Mode;
 use dunlin_faults::plan::Plan;
 use dunlin_faults::process::{How, Progress};
 use dunlin_faults::record::Record;
-use dunlin_faults::report::Report;
+use dunlin_faults::report::{Outcome, Report};
 use dunlin_faults::resolved::Resolved;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
@@ -211,8 +211,7 @@ async fn one(
         Ok(record) => Record { repro, ..record },
         Err(why) => {
             eprintln!("INVALID: {why}");
-            let panicked = why.contains("panicked");
-            return Ok(ExitCode::from(if panicked { 1 } else { 2 }));
+            return Ok(exit_code(Outcome::Invalid));
         }
     };
     let (report, _) = judge::judge(resolved, &record);

@@ -271,7 +271,7 @@ impl<'a> Story<'a> {
             Target::Links(links) => links.iter().any(|(from, to)| from == node || to == node),
             Target::Shard { replica, stage, rank } => {
                 let began = run.began_us.unwrap_or(0);
-                let placed = self.record.events.iter().filter_map(|event| match &event.what {
+                let mut placed = self.record.events.iter().filter_map(|event| match &event.what {
                     What::Placement { replica: of, shards, .. }
                         if of == replica && event.us <= began =>
                     {
@@ -279,7 +279,7 @@ impl<'a> Story<'a> {
                     }
                     _ => None,
                 });
-                placed.last().is_some_and(|shard| shard.node == node)
+                placed.next_back().is_some_and(|shard| shard.node == node)
             }
             Target::Request(_) | Target::All => false,
         }

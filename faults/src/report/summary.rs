@@ -125,7 +125,7 @@ impl Summary {
         out += &self.kinds_table();
         if !self.coverage.is_empty() {
             let caption = "<b>Table 2.</b> What has to happen in some run.";
-            let mut table = Table::new("coverage", caption, &["situation", "#runs"]);
+            let mut table = Table::new("coverage", caption, &["situation", "runs"]);
             for (name, runs) in &self.coverage {
                 let class = if *runs == 0 { "bad" } else { "" };
                 let runs = if *runs == 0 { "never".to_string() } else { runs.to_string() };
@@ -176,7 +176,7 @@ impl Summary {
         let all = || gaps.iter().chain(&mttr).map(|us| (*us).max(1) as f64);
         let least = all().fold(1e6, f64::min);
         let most = all().fold(1e3, f64::max);
-        let (left, top, right, bottom) = (58.0, 10.0, width - 8.0, 184.0);
+        let (left, top, right, bottom) = (58.0, 10.0, width - 22.0, 184.0);
         let x = Scale::log((least, most), (left, right));
         let y = Scale::linear((0.0, 1.0), (bottom, top));
         let mut plot = Plot::new((width, 220.0), (left, top, right, bottom), x, y);
