@@ -31,7 +31,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (copy, product) = ceilings(&b)?;
     println!(
         "copy of {} MiB {} (read and written); product of {SIDE}^3 {}",
-        COPY_ROWS * COPY_COLS * 4 >> 20,
+        (COPY_ROWS * COPY_COLS * 4) >> 20,
         rate(2.0 * 4.0 * (COPY_ROWS * COPY_COLS) as f64, copy, "GB/s"),
         rate(2.0 * (SIDE as f64).powi(3), product, "GFLOP/s"),
     );

@@ -162,7 +162,14 @@ pub(crate) fn linear_part(
 /// Cosines and sines of the step's positions, made once a step for each kind of layer.
 #[derive(Default)]
 struct Rotations {
-    made: Vec<(Arc<[f32]>, Vec<u32>, Vec<u32>)>,
+    made: Vec<Rotation>,
+}
+
+struct Rotation {
+    inv_freq: Arc<[f32]>,
+    positions: Vec<u32>,
+    /// Bits of (cos, sin).
+    table: Vec<u32>,
 }
 
 impl Rotations {
@@ -171,8 +178,9 @@ impl Rotations {
 
     /// Pairs (cos, sin) `[row][i]`, as bits.
     fn of(&mut self, rope: &Rope, positions: &[u32]) -> &[u32] {
-        let known = self.made.iter().position(|(freq, at, _)| {
-            (Arc::ptr_eq(freq, &rope.inv_freq) || *freq == rope.inv_freq) && at == positions
+        let known = self.made.iter().position(|made| {
+            let same = Arc::ptr_eq(&made.inv_freq, &rope.inv_freq);
+            (same || made.inv_freq == rope.inv_freq) && made.positions == positions
         });
         let index = known.unwrap_or_else(|| {
             if self.made.len() == Self::KEPT {
@@ -186,10 +194,11 @@ impl Rotations {
                     table.push((libm::sin(angle) as f32).to_bits());
                 }
             }
-            self.made.push((rope.inv_freq.clone(), positions.to_vec(), table));
+            let (inv_freq, positions) = (rope.inv_freq.clone(), positions.to_vec());
+            self.made.push(Rotation { inv_freq, positions, table });
             self.made.len() - 1
         });
-        &self.made[index].2
+        &self.made[index].table
     }
 }
 

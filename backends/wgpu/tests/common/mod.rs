@@ -109,7 +109,9 @@ pub fn far(got: &[f32], want: &[f32], bound: f32) -> Option<String> {
         return Some(format!("{} elements instead of {}", got.len(), want.len()));
     }
     let size = want.iter().fold(1e-3f32, |m, v| m.max(v.abs()));
-    let wrong = |(_, (g, w)): &(usize, (&f32, &f32))| !((*g - *w).abs() <= bound * size);
+    // A NaN is not near to anything.
+    let near = |g: f32, w: f32| (g - w).abs() <= bound * size;
+    let wrong = |(_, (g, w)): &(usize, (&f32, &f32))| !near(**g, **w);
     let (i, (g, w)) = got.iter().zip(want).enumerate().find(wrong)?;
     Some(format!("element {i}: {g} instead of {w} (of {size})"))
 }
