@@ -39,6 +39,8 @@ struct Armed {
     /// Matching sites so far.
     seen: u64,
     fired: u32,
+    /// The shard that was hit last, of kinds that a step may be unable to carry out.
+    doubtful: Option<(String, usize, usize)>,
 }
 
 #[derive(Debug)]
@@ -92,7 +94,7 @@ impl Armory {
     }
 
     pub fn arm(&mut self, fault: Fault) {
-        self.armed.push(Armed { fault, seen: 0, fired: 0 });
+        self.armed.push(Armed { fault, seen: 0, fired: 0, doubtful: None });
     }
 
     pub fn disarm(&mut self, fault: &str) {
@@ -148,6 +150,19 @@ impl Armory {
                 continue;
             }
             armed.seen += 1;
+            // A hit whose effect was not told by the shard's next step had none (nothing written
+            // yet, one block only): it does not count.
+            let shard = shard_of(site);
+            if shard.is_some() && armed.doubtful == shard {
+                armed.doubtful = None;
+                let node = node_of(site);
+                let waiting = self.unproven.entry(node.to_string()).or_default();
+                if let Some(at) = waiting.iter().position(|id| *id == armed.fault.id) {
+                    waiting.remove(at);
+                    armed.fired = armed.fired.saturating_sub(1);
+                }
+            }
+            let fault = &armed.fault;
             let lasting =
                 matches!(fault.kind, Kind::ActorSlow | Kind::DeviceSlow | Kind::ProcessSlow);
             let early = armed.seen < fault.params.nth.unwrap_or(1);
@@ -160,6 +175,10 @@ impl Armory {
                 continue;
             };
             armed.fired += 1;
+            if matches!(armed.fault.kind, Kind::BitsKv | Kind::KvStale | Kind::KvSwap) {
+                armed.doubtful = shard;
+            }
+            let fault = &armed.fault;
             let hit = Hit { fault: fault.id.clone(), action };
             self.note(site, &hit);
             return Some(hit);
@@ -205,6 +224,14 @@ fn node_of<'a>(site: &Site<'a>) -> &'a str {
         | Site::FrameOut { node, .. }
         | Site::Load { node, .. }
         | Site::Step { node, .. } => node.as_str(),
+    }
+}
+
+/// The shard whose step this is: node, stage, rank.
+fn shard_of(site: &Site<'_>) -> Option<(String, usize, usize)> {
+    match site {
+        Site::Step { node, stage, rank, .. } => Some((node.to_string(), *stage, *rank)),
+        _ => None,
     }
 }
 

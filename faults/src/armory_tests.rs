@@ -103,3 +103,17 @@ fn effects_prove_the_hits_of_their_node_in_order() {
     assert_eq!(armory.observe(&done("a")).as_deref(), Some("kv.swap"));
     assert_eq!(armory.observe(&done("a")), None);
 }
+
+#[test]
+fn a_hit_that_a_step_could_not_carry_out_does_not_count() {
+    let (a, b) = (name("a"), name("b"));
+    let mut armory = Armory::new(1);
+    armory.arm(fault(Kind::BitsKv, Target::All, 1, Params::default()));
+    assert!(armory.decide(&step(&a, 0, &[1])).is_some(), "nothing is written yet");
+    assert_eq!(armory.decide(&step(&b, 1, &[1])), None, "another shard knows nothing of it");
+    assert!(armory.decide(&step(&a, 0, &[1])).is_some(), "once more");
+    let (node, subject) = (a.clone(), "flipped".to_string());
+    armory.observe(&Fact { node, name: FAULT_DONE, subject, key: 0, value: 1 });
+    assert_eq!(armory.decide(&step(&a, 0, &[1])), None);
+    assert_eq!(armory.fired("bits.kv"), 1);
+}
