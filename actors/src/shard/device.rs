@@ -102,6 +102,8 @@ fn serve(
             Err(panic) => Failure { reason: format!("panic: {}", panic_text(&*panic)), own: true },
         };
         report(failure.outcome(&job));
+        // Peers must not see the flows close before this shard has said why: wait for its end.
+        while queue.recv().is_ok() {}
         return;
     }
 }

@@ -30,7 +30,12 @@ pub async fn serve(
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
                 report(Outcome::Done { step: job.step, sampled, micros });
             }
-            Err(failure) => return report(failure.outcome(&job)),
+            Err(failure) => {
+                report(failure.outcome(&job));
+                // As the thread does: the flows stay open until this shard has spoken.
+                while queue.recv().await.is_some() {}
+                return;
+            }
         }
     }
 }

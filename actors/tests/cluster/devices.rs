@@ -4,9 +4,11 @@
 use crate::harness::*;
 use crate::hook::{Hook, holds, step_of};
 use dunlin_actors::facts;
+use dunlin_actors::host::HostError;
 use dunlin_actors::messages::*;
 use dunlin_runtime::{Action, Site};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 const X: u64 = 2;
@@ -112,6 +114,28 @@ async fn a_load_that_fails_names_node_device_and_bytes_and_is_tried_again() {
     assert!(names(["node left", "device cpu:0", "12345 bytes"]), "{down:?}");
     assert!(names(["node left", "device cpu:0", "weight 'layer 2'"]), "{down:?}");
     cluster.settled(SOON).await;
+}
+
+/// A sticky failure, as of a dead CUDA context: only a new process gets the device back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_device_that_stays_lost_ends_its_process_and_the_next_one_serves() {
+    let (mut cluster, hook) = armed(one()).await;
+    let mut stream = cluster.submit(&cluster.mixed(1, 20, 400)).await;
+    stream.take(3).await;
+    let dead = Arc::new(AtomicBool::new(true));
+    let (fail, is_dead) = (Action::Fail { text: "lost".into(), sticky: true }, dead.clone());
+    hook.arm(usize::MAX, fail, move |site| {
+        is_dead.load(Ordering::SeqCst) && matches!(site, Site::Step { .. } | Site::Load { .. })
+    });
+    let ended = tokio::time::timeout(SOON, cluster.hosts["left"].failed()).await;
+    let error = ended.expect("the host gives up");
+    assert!(matches!(error, HostError::Escalated { .. }), "{error}");
+    dead.store(false, Ordering::SeqCst);
+    let zombie = cluster.crash("left");
+    cluster.start_host("left").await;
+    stream.finished().await;
+    cluster.settled(SOON).await;
+    zombie.stop().await;
 }
 
 /// Detected by nobody, as such faults are in the field: the text may change, nothing else may.
