@@ -1,4 +1,5 @@
 //! docs/faults.md says what the code does: its tables are the catalogues', its plans are plans.
+//! `dunlin faults kinds --markdown` prints the table of kinds.
 
 use dunlin_faults::catalog::{self, Row};
 use dunlin_faults::events::EVENTS;

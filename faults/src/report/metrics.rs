@@ -1,9 +1,9 @@
 //! The figures of a run, by the definitions of `docs/faults.md`.
 //!
 //! *Before* is up to the first fault, *during* from there until everything was healed (the end of
-//! the chaos phase; without one, the end of the last fault), *after* is the rest. A *stall* is a
-//! wait for a token that is longer than the plan says (`stall_us`, else its objectives), or, where it
-//! says nothing, five times the 99th percentile of what the run saw before its first fault.
+//! the chaos phase; without one, the end of the last fault), *after* is the rest. A request is
+//! *delayed* by a wait for a token of more than five times the 99th percentile of *before*, and
+//! *stalls* by one that is longer than the plan says (`stall_us`, else its objectives).
 
 use super::client::{self, Seen};
 use crate::record::{FaultRun, Record, What};
@@ -76,7 +76,7 @@ pub struct FaultMetrics {
     pub kind: String,
     /// Fault start to the first fact about the trouble.
     pub mttd_us: Option<u64>,
-    /// Fault start to the first new token of the last request that stalled; `None`: none did.
+    /// Fault start to the first new token of the last request that it delayed; `None`: none was.
     pub mttr_us: Option<u64>,
     pub open: u64,
     pub stalled: u64,
@@ -174,11 +174,11 @@ fn rank(sorted: &[u64], percent: usize) -> Option<u64> {
     sorted.get(index).copied()
 }
 
-/// Above these a wait is a stall.
+/// For first and for further tokens: from where a wait is a delay, and from where a stall.
 #[derive(Debug, Clone, Copy)]
 struct Baseline {
-    ttft_us: u64,
-    gap_us: u64,
+    ttft: (u64, u64),
+    gap: (u64, u64),
 }
 
 impl Baseline {
@@ -196,10 +196,11 @@ impl Baseline {
             .collect();
         // With nothing measured before, a tenth of a second is taken for usual.
         let usual = |values: &[u64]| Spread::of(values).p99.unwrap_or(100_000).max(1_000) * 5;
-        Baseline {
-            ttft_us: slo.ttft_us.unwrap_or_else(|| usual(&ttft)),
-            gap_us: slo.stall_us.or(slo.gap_us).unwrap_or_else(|| usual(&gaps)),
-        }
+        let pair = |values: &[u64], most: Option<u64>| {
+            let usual = usual(values);
+            (usual.min(most.unwrap_or(usual)), most.unwrap_or(usual))
+        };
+        Baseline { ttft: pair(&ttft, slo.ttft_us), gap: pair(&gaps, slo.stall_us.or(slo.gap_us)) }
     }
 }
 
@@ -224,7 +225,7 @@ fn one_fault(
     let Some(began) = run.began_us else { return m };
     let horizon = horizon(record, run, began);
     m.mttd_us = run.detected_us.map(|us| us.saturating_sub(began));
-    // Whoever asks before the last stalled request goes on was hit as well.
+    // Whoever asks before the last delayed request goes on was hit as well.
     let ended = run.ended_us.unwrap_or(began).max(began);
     count_harm(&mut m, seen, base, (began, ended));
     let until = ended.max(began + m.mttr_us.unwrap_or(0)).min(horizon);
@@ -241,7 +242,8 @@ fn one_fault(
     m
 }
 
-/// Of the requests open in the window: who stalled, who failed, and when the last went on.
+/// Of the requests open in the window: who stalled, who failed, and when the last delayed one went
+/// on.
 fn count_harm(
     m: &mut FaultMetrics,
     seen: &BTreeMap<u64, Seen>,
@@ -255,20 +257,19 @@ fn count_harm(
             m.failed += 1;
             continue;
         }
-        let stall = request
-            .waits(u64::MAX)
-            .into_iter()
-            .enumerate()
-            .filter(|(_, (from, to))| *from <= until && *to > began && *to < u64::MAX)
-            .filter(|(nth, (from, to))| {
-                to - from > if *nth == 0 { base.ttft_us } else { base.gap_us }
-            })
-            .map(|(_, (_, to))| to)
-            .max();
-        if let Some(to) = stall {
-            m.stalled += 1;
-            m.mttr_us = m.mttr_us.max(Some(to - began));
+        let mut stalled = false;
+        for (nth, (from, to)) in request.waits(u64::MAX).into_iter().enumerate() {
+            if from > until || to <= began || to == u64::MAX {
+                continue;
+            }
+            let wait = to - from;
+            let (usual, most) = if nth == 0 { base.ttft } else { base.gap };
+            stalled |= wait > most;
+            if wait > usual {
+                m.mttr_us = m.mttr_us.max(Some(to - began));
+            }
         }
+        m.stalled += u64::from(stalled);
     }
 }
 

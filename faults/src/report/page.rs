@@ -16,7 +16,7 @@ pub fn page(report: &Report<'_>, earlier: Option<&Report<'_>>) -> String {
     out += &tables::faults(
         report,
         "<b>Table 1.</b> Faults, numbered as in the figures. MTTD: until the first fact about it; \
-         MTTR: until the last stalled request went on.",
+         MTTR: until the last delayed request went on.",
     );
     out += &tables::invariants(report, "<b>Table 2.</b> Invariants.");
     if let Some(stuck) = &report.record.stuck {
