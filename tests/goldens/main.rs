@@ -14,6 +14,7 @@ mod golden;
 mod group;
 mod runner;
 mod same_bits;
+mod wgpu;
 
 use dunlin_backend::{Backend, Precision, Reference};
 use dunlin_cpu::{CpuBackend, CpuOptions};
@@ -147,13 +148,17 @@ fn rows<B: Backend>(runner: &mut Runner<B>, golden: &Golden) -> Vec<Vec<f32>> {
 }
 
 fn compare(golden: &Golden, rows: &[Vec<f32>]) {
+    compare_within(golden, rows, LOGIT_BOUND, CLEAR_MARGIN);
+}
+
+fn compare_within(golden: &Golden, rows: &[Vec<f32>], bound: f32, clear_margin: f32) {
     let mut worst = 0.0f32;
     for (&step, top) in &golden.tops {
         for &(id, want) in top {
             let got = rows[step][id as usize];
             worst = worst.max((got - want).abs());
             assert!(
-                (got - want).abs() <= LOGIT_BOUND,
+                (got - want).abs() <= bound,
                 "{}: step {step}, token {id}: logit {got}, golden {want}",
                 golden.name
             );
@@ -161,7 +166,7 @@ fn compare(golden: &Golden, rows: &[Vec<f32>]) {
     }
     let mut clear = 0;
     for (step, (&token, &margin)) in golden.drawn().iter().zip(&golden.margins).enumerate() {
-        if margin > CLEAR_MARGIN {
+        if margin > clear_margin {
             clear += 1;
             let got = argmax(&rows[step]);
             assert_eq!(got, token, "{}: step {step}, margin {margin}", golden.name);
