@@ -156,11 +156,14 @@ impl Site {
             args.extend(["--set".into(), format!("{key}={value}").into()]);
         }
         args.extend(more);
+        // Looking up the symbols of a backtrace takes seconds, and a panicking actor is not gone
+        // before: that would be measured as the cluster's time to notice.
+        let env = [("RUST_BACKTRACE".to_string(), "0".to_string())].into_iter();
         ProcessSpec {
             name: log.to_string(),
             program: self.binary.clone(),
             args,
-            env: self.env.clone(),
+            env: env.chain(self.env.clone()).collect(),
             log_file: self.log_file(log),
             echo: false,
             ready_within: READY_WITHIN,
