@@ -5,7 +5,9 @@
 //! Each variant is held to the plainest one: one stage, one chunk, alone, cold.
 
 mod replica;
+mod wgpu;
 
+use dunlin_backend::Backend;
 use dunlin_cpu::Precision;
 use dunlin_model::sampling::SamplingParams;
 use replica::{Models, Setup, Text, work};
@@ -31,7 +33,12 @@ fn samplings() -> [SamplingParams; 2] {
 }
 
 /// The text of request 1 under `setup`, with company or without.
-fn text(models: &Models, setup: &Setup, sampling: &SamplingParams, company: bool) -> Text {
+fn text<B: Backend>(
+    models: &Models<B>,
+    setup: &Setup,
+    sampling: &SamplingParams,
+    company: bool,
+) -> Text {
     let mut replica = models.replica(setup);
     let mut works = vec![work(1, prompt(), OUTPUT, sampling)];
     if company {
@@ -41,7 +48,7 @@ fn text(models: &Models, setup: &Setup, sampling: &SamplingParams, company: bool
 }
 
 fn nothing_changes_the_text(precision: Precision) {
-    let models = Models::load(precision);
+    let models = Models::on_cpu(precision);
     let plain = Setup::default();
     for sampling in &samplings() {
         let want = text(&models, &plain, sampling, false);

@@ -3,6 +3,7 @@
 use dunlin_actors::kv::{Kv, KvConfig};
 use dunlin_actors::messages::{Attempt, LoadReport, ReplicaEpoch, RequestId, SchedulerEvent, Work};
 use dunlin_actors::scheduler::{Input, Output, Scheduler, SchedulerConfig};
+use dunlin_backend::Backend;
 use dunlin_cpu::{CpuBackend, CpuOptions, Precision};
 use dunlin_model::engine::{Alone, Batch, Engine, Sampled, StageOutput, StageSpec};
 use dunlin_model::loader::ModelFiles;
@@ -11,7 +12,7 @@ use dunlin_model::split::split_layers;
 use dunlin_model::stage::StageWeights;
 use dunlin_model::transformer::TransformerEngine;
 use std::collections::{BTreeMap, VecDeque};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -38,19 +39,29 @@ impl Default for Setup {
     }
 }
 
-/// The default model on this machine's CPU, cut into one, two and three stages.
-pub struct Models {
-    backend: Arc<CpuBackend>,
-    cuts: Vec<Vec<(StageSpec, Arc<StageWeights<CpuBackend>>)>>,
+/// The default model on one device, cut into one, two and three stages.
+pub struct Models<B: Backend> {
+    backend: Arc<B>,
+    cuts: Vec<Vec<(StageSpec, Arc<StageWeights<B>>)>>,
     context: usize,
 }
 
-impl Models {
-    pub fn load(precision: Precision) -> Self {
-        let files = ModelFiles::open(&model()).expect("the model opens");
+impl Models<CpuBackend> {
+    pub fn on_cpu(precision: Precision) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
         let options = CpuOptions { threads, precision, path: None };
-        let backend = Arc::new(CpuBackend::new(options).expect("a CPU"));
+        Self::load(CpuBackend::new(options).expect("a CPU"))
+    }
+}
+
+impl<B: Backend> Models<B> {
+    pub fn load(backend: B) -> Self {
+        Self::open(backend, &model())
+    }
+
+    pub fn open(backend: B, path: &Path) -> Self {
+        let files = ModelFiles::open(path).expect("the model opens");
+        let backend = Arc::new(backend);
         let cut = |stages: usize| {
             let mut begin = 0;
             let counts = split_layers(files.spec().layers, &vec![1.0; stages]);
@@ -76,7 +87,7 @@ impl Models {
         Self { context: files.spec().context, backend, cuts }
     }
 
-    pub fn replica(&self, setup: &Setup) -> Replica {
+    pub fn replica(&self, setup: &Setup) -> Replica<B> {
         let engines = self.cuts[setup.stages - 1].iter().map(|(stage, weights)| {
             let stage = StageSpec { kv_blocks: setup.blocks, ..stage.clone() };
             let engine = TransformerEngine::new(self.backend.clone(), weights.clone(), stage);
@@ -116,14 +127,14 @@ pub fn work(id: u64, prompt: Vec<u32>, output: u32, sampling: &SamplingParams) -
     }
 }
 
-pub struct Replica {
-    engines: Vec<TransformerEngine<CpuBackend>>,
+pub struct Replica<B: Backend> {
+    engines: Vec<TransformerEngine<B>>,
     scheduler: Scheduler,
     kv: Kv,
     now: Duration,
 }
 
-impl Replica {
+impl<B: Backend> Replica<B> {
     /// Runs all of `works`, submitted at once, to their ends.
     pub fn run(&mut self, works: Vec<Work>) -> BTreeMap<u64, Text> {
         let mut texts: BTreeMap<u64, Text> = BTreeMap::new();
@@ -158,7 +169,7 @@ impl Replica {
         let mut ended = 0;
         for output in self.scheduler.handle(&mut self.kv, self.now, input) {
             match output {
-                Output::Run { step, batch } => steps.push_back((step, batch)),
+                Output::Run { step, batch, .. } => steps.push_back((step, batch)),
                 Output::Event(SchedulerEvent::Tokens {
                     request, position, ids, logprobs, ..
                 }) => {
