@@ -8,8 +8,7 @@ use dunlin_runtime::faults::names;
 
 /// Facts that checkers know, beyond what runtime and actors tell by themselves.
 pub mod wanted {
-    /// A KV block does not hold what its table claims: `subject` where, `key` the request.
-    pub const KV_MISMATCH: &str = "kv.mismatch";
+    pub use dunlin_actors::facts::KV_MISMATCH;
     /// A stage's weights were loaded: `subject` `REPLICA/STAGE/RANK`, `key` the hash's first 8
     /// bytes, `value` the tensors.
     pub const WEIGHTS_LOADED: &str = "weights.loaded";

@@ -2,7 +2,7 @@
 
 use super::Found;
 use super::case::Case;
-use crate::fault::Kind;
+use crate::fault::{Kind, Mode};
 use crate::record::{PlacedShard, Record, What};
 use dunlin_actors::facts::{
     EPOCH_BUMPED, REPLICA_DOWN, REPLICA_UP, REQUEST_REPLAYED, STEP_FAILED, TOKEN_LOGGED,
@@ -37,10 +37,17 @@ pub(super) fn one_authority(case: &Case<'_>, found: &mut Found) {
 pub(super) fn one_incarnation(case: &Case<'_>, found: &mut Found) {
     // What each node saw last of each peer; a node that went down starts with a clean slate.
     let mut seen: BTreeMap<(&str, &str), u64> = BTreeMap::new();
+    // Starts of each node so far, and in which of its lives an incarnation was seen first. Only the
+    // simulator knows them as they happen.
+    let mut lives: BTreeMap<&str, u64> = BTreeMap::new();
+    let mut lived: BTreeMap<(&str, u64), u64> = BTreeMap::new();
     for event in &case.record.events {
         match &event.what {
             What::Node { node, state } if state == "down" => {
                 seen.retain(|(observer, _), _| observer != node);
+            }
+            What::Node { node, state } if state == "starting" => {
+                *lives.entry(node).or_insert(0) += 1;
             }
             What::Fact { node, name, subject, key, .. } if name == PEER_UP => {
                 let last = seen.entry((node, subject)).or_insert(0);
@@ -49,6 +56,13 @@ pub(super) fn one_incarnation(case: &Case<'_>, found: &mut Found) {
                     found.add("went-back", event.us, None, what);
                 }
                 *last = (*last).max(*key);
+                let life = lives.get(subject.as_str()).copied().unwrap_or(0);
+                let first = *lived.entry((subject, *key)).or_insert(life);
+                if life > first && case.record.mode == Mode::Sim {
+                    let what =
+                        format!("{node} took incarnation {key} of {subject} in a later life");
+                    found.add("reused", event.us, None, what);
+                }
             }
             _ => {}
         }

@@ -1,22 +1,29 @@
 //! What comes in and what is loaded: I18, I19, I20.
 
 use super::Found;
-use super::case::Case;
+use super::case::{Case, Fact};
 use crate::events::wanted::{WEIGHTS_LOADED, WEIGHTS_REFUSED};
 use crate::fault::Kind;
 use crate::record::What;
-use dunlin_actors::facts::{REPLICA_DOWN, STALE_REFUSED, STEP_FAILED};
-use dunlin_runtime::faults::names::{FRAME_REFUSED, PEER_DOWN};
+use dunlin_actors::facts::{
+    REPLICA_DOWN, REQUEST_REPLAYED, STALE_REFUSED, STEP_FAILED, TOKEN_LOGGED,
+};
+use dunlin_runtime::faults::names::{ESCALATED, FRAME_REFUSED, PEER_DOWN};
 use std::collections::BTreeMap;
 
 pub(super) fn no_garbage(case: &Case<'_>, found: &mut Found) {
+    stale_refused(case, found);
     for event in &case.record.events {
         let What::Node { node, state } = &event.what else { continue };
         let explained = || {
+            let own = |fact: &Fact<'_>| fact.node == node && fact.us <= event.us;
+            let gave_up = case.facts_of(ESCALATED).any(own);
             let takes_down = |kind: Kind| {
                 kind.name().starts_with("process.")
                     || kind.name().starts_with("device.")
                     || kind.name().starts_with("control.")
+                    // Actors that fail too often end their node, and say so.
+                    || (kind.name().starts_with("actor.") && gave_up)
             };
             case.fired().any(|(began, run)| {
                 takes_down(run.kind()) && began <= event.us && case.on_node(run, node)
@@ -34,6 +41,30 @@ pub(super) fn no_garbage(case: &Case<'_>, found: &mut Found) {
         if changed && run.proof.is_some() && !seen {
             let what = format!("{}: the changed frame was taken", run.fault.id);
             found.add("taken", began, None, what);
+        }
+    }
+}
+
+/// Once a request is handed out again, whoever had it before adds no token to it.
+fn stale_refused(case: &Case<'_>, found: &mut Found) {
+    // Who has drawn tokens of a request, and who of them was given up.
+    let mut drew: BTreeMap<(u64, &str), bool> = BTreeMap::new();
+    for fact in &case.facts {
+        match fact.name {
+            REQUEST_REPLAYED => {
+                let own = drew.range_mut((fact.key, "")..).take_while(|((r, _), _)| *r == fact.key);
+                own.for_each(|(_, given_up)| *given_up = true);
+            }
+            TOKEN_LOGGED if !fact.subject.is_empty() => {
+                if *drew.entry((fact.key, fact.subject)).or_insert(false) {
+                    let what = format!(
+                        "token {} was taken of {}, which had been given up",
+                        fact.value, fact.subject
+                    );
+                    found.add("stale-taken", fact.us, case.number(fact.key), what);
+                }
+            }
+            _ => {}
         }
     }
 }

@@ -359,6 +359,10 @@ const BROKEN: &[Broken] = &[
     ("I12/not-head", |run| run.fact(3_000_000, "b", facts::EPOCH_BUMPED, "r9", 9, 0)),
     ("I12/epoch-fell", |run| run.fact(3_000_000, "front", facts::EPOCH_BUMPED, "r0", 2, 0)),
     ("I13/went-back", |run| run.fact(3_000_000, "front", names::PEER_UP, "a", 1, 0)),
+    ("I13/reused", |run| {
+        run.node(5_000_000, "a", "starting");
+        run.fact(5_200_000, "front", names::PEER_UP, "a", 2, 0);
+    }),
     ("I14/layers", |run| run.push(3_000_000, placement(&[("a", 0, (0, 2)), ("b", 1, (3, 4))]))),
     ("I14/layers", |run| run.push(3_000_000, placement(&[]))),
     ("I14/dead-node", |run| {
@@ -392,6 +396,12 @@ const BROKEN: &[Broken] = &[
         run.gauge(3_000_001, "a", "queue.mailbox", 11.0);
     }),
     ("I18/died", |run| run.node(5_000_000, "b", "down")),
+    ("I18/stale-taken", |run| {
+        let drawn = "epoch 1 attempt 1";
+        run.fact(2_350_000, "front", facts::TOKEN_LOGGED, drawn, 101, 6);
+        run.fact(2_350_001, "front", facts::REQUEST_REPLAYED, "again", 101, 8);
+        run.fact(2_350_002, "front", facts::TOKEN_LOGGED, drawn, 101, 7);
+    }),
     ("I18/taken", |run| run.fault("flip", Kind::FrameCorrupt, 9_000_000, Expect::Refused)),
     ("I19/other-weights", |run| {
         run.fact(1_000, "a", wanted::WEIGHTS_LOADED, "r0/0/0", 7, 30);

@@ -14,7 +14,7 @@ use dunlin_runtime::supervise::Backoff;
 use dunlin_runtime::transport::memory::Rules;
 use dunlin_runtime::{
     Action, Export, FaultHook, Faults, Incarnation, MemoryNetwork, Node, NodeName, NodeOptions,
-    Site,
+    Site, mutated,
 };
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -105,7 +105,10 @@ impl Cluster {
             return;
         }
         // As the node keeps it in its bundle.
-        let next = u64::try_from(now_s).unwrap_or(0).max(life.incarnation + 1);
+        let next = match life.incarnation {
+            last if last > 0 && mutated("reuse-incarnation") => last,
+            last => u64::try_from(now_s).unwrap_or(0).max(last + 1),
+        };
         let shared = self.shared.clone();
         let hook = Arc::new(Hook { shared, node: name.to_string(), alive: AtomicBool::new(true) });
         (life.incarnation, life.starting) = (next, true);
