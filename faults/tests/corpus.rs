@@ -13,7 +13,7 @@ fn root() -> PathBuf {
 /// All plans, but for the cluster files.
 fn plans() -> Vec<PathBuf> {
     let mut found = Vec::new();
-    for folder in ["plans", "plans/kinds", "plans/cases"] {
+    for folder in ["plans", "plans/kinds", "plans/cases", "plans/long"] {
         let folder = root().join(folder);
         let entries = std::fs::read_dir(&folder)
             .unwrap_or_else(|e| panic!("{} cannot be read: {e}", folder.display()));
