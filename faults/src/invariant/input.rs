@@ -6,7 +6,7 @@ use crate::events::wanted::{WEIGHTS_LOADED, WEIGHTS_REFUSED};
 use crate::fault::Kind;
 use crate::record::What;
 use dunlin_actors::facts::{
-    REPLICA_DOWN, REQUEST_REPLAYED, STALE_REFUSED, STEP_FAILED, TOKEN_LOGGED,
+    REPLICA_DOWN, REQUEST_ENDED, REQUEST_REPLAYED, STALE_REFUSED, STEP_FAILED, TOKEN_LOGGED,
 };
 use dunlin_runtime::faults::names::{ESCALATED, FRAME_REFUSED, PEER_DOWN};
 use std::collections::BTreeMap;
@@ -115,6 +115,9 @@ pub(super) fn no_silent_substitution(case: &Case<'_>, found: &mut Found) {
                 .failure()
                 .is_some_and(|(us, code, _)| us >= began && code.to_lowercase().contains("finite"))
         });
+        // It may have been a request that is none of the workload's: a gateway's own question.
+        let own = |fact: &Fact<'_>| fact.us >= began && fact.subject.contains("NotFinite");
+        let failed = failed || case.facts_of(REQUEST_ENDED).any(own);
         // The client may have left in the same moment.
         let gone = run.touched.iter().any(|request| {
             let end = case.streams.get(request).and_then(|stream| stream.ends.first());
