@@ -1,5 +1,7 @@
-//! What computes: the model on this node's devices, or the hash engine in its place. The only file
+//! What computes: the model on this node's devices, or the hash engine in its place. The only module
 //! that names a concrete backend.
+
+pub mod report;
 
 use std::collections::BTreeMap;
 use std::fmt::Display;
@@ -418,3 +420,6 @@ impl ModelShape for HashShape {
         namespace(&["hash", &format!("{:?}", self.0)])
     }
 }
+
+#[cfg(test)]
+mod tests;

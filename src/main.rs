@@ -7,6 +7,7 @@ mod client;
 mod cluster;
 mod compose;
 mod config;
+mod devices;
 mod engines;
 mod faults;
 mod models;
@@ -40,6 +41,7 @@ Examples:
   dunlin chat --config examples/pipeline.toml  talk to a pipeline of two processes
   dunlin up                                    serve an OpenAI-compatible API until Ctrl-C
   dunlin status                                nodes, replicas and their health
+  dunlin devices                               what of this machine can compute
   dunlin bench -c 8 -n 100                     load it and print latencies
   dunlin faults kinds                          what can be broken on purpose
 
@@ -56,6 +58,7 @@ enum Command {
     Bench(cluster::BenchCommand),
     Certs(certs::Args),
     Faults(faults::Args),
+    Devices(devices::Args),
 }
 
 #[tokio::main]
@@ -70,6 +73,7 @@ async fn main() -> ExitCode {
         Command::Bench(args) => cluster::bench(args).await,
         Command::Certs(args) => certs::run(args).map(|()| ExitCode::SUCCESS),
         Command::Faults(args) => faults::run(args).await,
+        Command::Devices(args) => devices::run(args).await,
     };
     result.unwrap_or_else(|e| {
         eprintln!("error: {}", explain(&e));

@@ -10,6 +10,7 @@ mod harness;
 mod http;
 mod kills;
 mod load;
+mod mixed;
 #[path = "../ports/mod.rs"]
 mod ports;
 mod topologies;

@@ -1,0 +1,46 @@
+//! A graphics device that is lost costs its shard its step; the shard that follows computes the same.
+
+use std::path::Path;
+
+use dunlin_backend::BackendError;
+use dunlin_model::engine::{Alone, Batch, BatchSeq, EngineError, StageOutput};
+
+use super::*;
+
+#[test]
+fn a_lost_adapter_is_opened_anew_with_its_weights() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-llama");
+    let files = ModelFiles::open(&folder).expect("a model");
+    let spec = StageSpec {
+        layers: 0..files.spec().layers,
+        first: true,
+        last: false,
+        rank: 0,
+        ranks: 1,
+        kv_blocks: 2,
+        block_tokens: 16,
+        max_tokens: 16,
+    };
+    let open = || WgpuBackend::open("wgpu:0");
+    let first = open().unwrap_or_else(|e| panic!("{e}: run tools/test, which installs a driver"));
+    let held = Held::new(first, "an adapter".into(), open, WgpuBackend::broken);
+    let seq = BatchSeq {
+        request: 1,
+        tokens: vec![1, 2, 3],
+        position: 0,
+        blocks: vec![1],
+        sample: None,
+        prompt_logprobs: None,
+    };
+    let batch = Batch { seqs: vec![seq], ..Batch::default() };
+
+    let mut engine = held.build(&files, &spec).expect("an engine");
+    let want = engine.step(&batch, None, &mut Alone).expect("a step");
+    assert!(matches!(&want, StageOutput::Hidden(values) if values.iter().any(|v| *v != 0.0)));
+    held.state().backend.lose();
+    let lost = engine.step(&batch, None, &mut Alone);
+    let told = matches!(&lost, Err(EngineError::Backend(BackendError::DeviceLost { .. })));
+    assert!(told, "{lost:?}");
+    let mut next = held.build(&files, &spec).expect("opened anew");
+    assert_eq!(next.step(&batch, None, &mut Alone), Ok(want));
+}
