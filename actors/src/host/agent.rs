@@ -292,7 +292,6 @@ fn replica_spec(args: &AgentArgs, plan: &ReplicaPlan) -> SupervisorSpec {
         backoff: Backoff::default(),
         children,
         observer: Observer::of(&args.node),
-        observer: Observer::of(&args.node),
     }
 }
 

@@ -193,7 +193,17 @@ impl Host {
         watch::start(node.clone(), root.clone(), options.clone());
         let impossible = tokio::sync::Mutex::new(impossible);
         let http = http.get().copied();
-        Ok(Host { node, options, root, http, ready, impossible, draining, probe, _metrics: metrics })
+        Ok(Host {
+            node,
+            options,
+            root,
+            http,
+            ready,
+            impossible,
+            draining,
+            probe,
+            _metrics: metrics,
+        })
     }
 
     pub fn node(&self) -> &Node {
