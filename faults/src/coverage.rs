@@ -132,7 +132,7 @@ struct Replay {
     next_token: Option<u64>,
 }
 
-fn replays<'a>(case: &'a Case<'_>) -> impl Iterator<Item = Replay> {
+fn replays(case: &Case<'_>) -> std::vec::IntoIter<Replay> {
     let mut prompts: BTreeMap<u64, u64> = BTreeMap::new();
     let mut delivered: BTreeMap<u64, u64> = BTreeMap::new();
     let mut steps_at: BTreeMap<u64, u64> = BTreeMap::new();

@@ -55,14 +55,15 @@ fn stale_refused(case: &Case<'_>, found: &mut Found) {
                 let own = drew.range_mut((fact.key, "")..).take_while(|((r, _), _)| *r == fact.key);
                 own.for_each(|(_, given_up)| *given_up = true);
             }
-            TOKEN_LOGGED if !fact.subject.is_empty() => {
-                if *drew.entry((fact.key, fact.subject)).or_insert(false) {
-                    let what = format!(
-                        "token {} was taken of {}, which had been given up",
-                        fact.value, fact.subject
-                    );
-                    found.add("stale-taken", fact.us, case.number(fact.key), what);
-                }
+            TOKEN_LOGGED
+                if !fact.subject.is_empty()
+                    && *drew.entry((fact.key, fact.subject)).or_insert(false) =>
+            {
+                let what = format!(
+                    "token {} was taken of {}, which had been given up",
+                    fact.value, fact.subject
+                );
+                found.add("stale-taken", fact.us, case.number(fact.key), what);
             }
             _ => {}
         }

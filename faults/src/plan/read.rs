@@ -360,8 +360,8 @@ fn own_options(
 }
 
 fn report(mut table: Reader<'_>) -> Result<ReportSpec, ConfigError> {
-    let mut report = ReportSpec::default();
-    report.compare = table.string("compare")?.map(str::to_string);
+    let compare = table.string("compare")?.map(str::to_string);
+    let mut report = ReportSpec { compare, ..ReportSpec::default() };
     if let Some(node) = table.node("slo") {
         let mut slo = Reader::of(table.source(), table.child("slo"), node)?;
         let within = |span: Option<Span>, default| span.map_or(default, |span| span.from);

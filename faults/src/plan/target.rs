@@ -8,6 +8,7 @@ use crate::fault::{Kind, Target};
 use dunlin_runtime::config::tree::{Reader, Value};
 use dunlin_runtime::config::{ClusterConfig, ConfigError, Problem};
 use std::collections::BTreeSet;
+use std::slice::from_ref;
 
 /// Mailbox roles, then roles of nodes.
 pub const ROLES: [&str; 9] =
@@ -490,7 +491,7 @@ fn shaped(shape: Shape, both: bool, names: &[String], draws: &mut Draws) -> Link
             for (i, a) in names.iter().enumerate() {
                 for (j, b) in names.iter().enumerate().skip(i + 1) {
                     if !near(i, j) {
-                        links.extend(between(&[a.clone()], &[b.clone()], both));
+                        links.extend(between(from_ref(a), from_ref(b), both));
                     }
                 }
             }
