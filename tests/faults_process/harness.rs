@@ -25,7 +25,7 @@ pub fn plan(file: &str, name: &str, requests: u64, tokens: u32) -> Resolved {
     let hash = file != MODEL;
     let mut set = vec![("kv.memory".to_string(), "\"64MiB\"".to_string())];
     let mut also = |key: &str, value: &str| set.push((key.to_string(), value.to_string()));
-    also("membership.lease_ms", "600");
+    also("membership.lease_ms", "1000");
     also("membership.heartbeat_ms", "100");
     also("scheduler.step_deadline_ms", "2000");
     also("restart.max", "1000");

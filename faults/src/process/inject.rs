@@ -505,7 +505,11 @@ fn slower(fault: &Fault, seen: &BoardSeen, before: &BTreeMap<String, Vec<u64>>) 
 /// Arms it in the nodes that do it by themselves.
 async fn reach(tools: &Tools, story: &Story, end: End) {
     let fault = &story.fault;
-    let nodes = nodes_of(&fault.target, &tools.nodes);
+    let nodes = match fault.kind {
+        // Whichever end has dialled moves.
+        Kind::LinkRebind => tools.nodes.clone(),
+        _ => nodes_of(&fault.target, &tools.nodes),
+    };
     story.began();
     tools.hub.arm(fault, &nodes);
     let once = matches!(fault.kind, Kind::LinkRebind | Kind::ClockJump);

@@ -121,14 +121,17 @@ impl Reach {
         (!proofs.is_empty()).then(|| proofs.join(", "))
     }
 
-    /// Moves every connection that this node dialled to another port.
-    fn rebind(&self) -> Option<String> {
+    /// Moves the target's connections to another port: each at the end that dialled it, the only one
+    /// that QUIC lets move.
+    fn rebind(&self, fault: &Fault) -> Option<String> {
         let transport = self.transport.get()?;
-        let peers = match self.wire.peers() {
-            peers if peers.is_empty() => return None,
-            peers => peers,
+        let hit = |node: &NodeName| match &fault.target {
+            Target::Node(name) => node.as_str() == name,
+            _ => true,
         };
-        let moved = peers.into_iter().filter_map(|peer| {
+        let own = hit(&self.node);
+        let peers = self.wire.peers().into_iter().filter(|peer| own || hit(peer));
+        let moved = peers.filter_map(|peer| {
             let port = transport.rebind(&peer).ok().flatten()?;
             Some(format!("sends to {peer} from port {port}"))
         });
@@ -141,7 +144,7 @@ impl inside::Reach for Reach {
     fn begin(&self, fault: &Fault) -> Option<Option<String>> {
         match fault.kind {
             Kind::ClockJump => Some(Some(jump(fault.params.ms.unwrap_or(0)))),
-            Kind::LinkRebind => Some(self.rebind()),
+            Kind::LinkRebind => Some(self.rebind(fault)),
             Kind::LinkPartition
             | Kind::LinkDelay
             | Kind::LinkLoss
