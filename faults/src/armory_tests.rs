@@ -90,7 +90,8 @@ fn effects_prove_the_hits_of_their_node_in_order() {
     armory.arm(fault(Kind::KvStale, Target::All, 1, Params::default()));
     armory.arm(fault(Kind::KvSwap, Target::All, 1, Params::default()));
     armory.decide(&step(&a, 0, &[1]));
-    armory.decide(&step(&a, 0, &[1]));
+    // Another shard: the next step of the same one would take the first hit back.
+    armory.decide(&step(&a, 1, &[1]));
     let done = |node: &str| Fact {
         node: name(node),
         name: FAULT_DONE,
