@@ -232,9 +232,13 @@ impl State {
     }
 
     fn deliver(&mut self, to: Address, cast: GatewayCast) -> Option<Input> {
+        self.tell_delivery(&cast);
+        self.post(to, cast)
+    }
+
+    fn post(&mut self, to: Address, cast: GatewayCast) -> Option<Input> {
         let GatewayCast::Event { request, .. } = &cast;
         let request = *request;
-        self.tell_delivery(&cast);
         // Behind what is kept already, or the order breaks.
         if let Some(kept) = self.kept.get_mut(&to.node) {
             kept.push_back((to, cast));
@@ -297,7 +301,7 @@ impl State {
     fn flush(&mut self, node: &NodeName) {
         let Some(kept) = self.kept.remove(node) else { return };
         for (to, cast) in kept {
-            if let Some(input) = self.deliver(to, cast) {
+            if let Some(input) = self.post(to, cast) {
                 self.feed(input, None);
             }
         }
