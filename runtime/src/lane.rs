@@ -133,12 +133,13 @@ impl Gate {
                 Some(Action::Delay(wait)) => {
                     sink.send(std::mem::take(&mut out)).await?;
                     let text = format!("{} to {} held", message(), self.to);
+                    // Told at once: what waits for the frame may give up meanwhile.
+                    self.guard.tell(names::FAULT_DONE, &text, wait.as_micros() as u64, 0);
                     tokio::select! {
                         biased;
                         reason = self.link.closed() => return Err(LinkError::Down(reason)),
                         _ = tokio::time::sleep(wait) => {}
                     }
-                    done.push((text, wait.as_micros() as u64));
                     out.push(frame.clone());
                 }
                 Some(Action::Corrupt { at, mask }) => {
