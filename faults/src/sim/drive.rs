@@ -420,18 +420,52 @@ impl Driver {
     fn trace(&self) -> u64 {
         let mut hash = blake3::Hasher::new();
         hash.update(&self.cluster.network.trace().to_le_bytes());
-        let mut text = String::new();
         self.shared.with(|inner| {
             for event in &inner.events {
-                use std::fmt::Write;
-                text.clear();
-                let _ = write!(text, "{} {:?}", event.us, event.what);
-                hash.update(text.as_bytes());
+                hash.update(&event.us.to_le_bytes());
+                trace_what(&mut hash, &event.what);
             }
         });
         let mut first = [0; 8];
         first.copy_from_slice(&hash.finalize().as_bytes()[..8]);
         u64::from_le_bytes(first)
+    }
+}
+
+fn trace_what(hash: &mut blake3::Hasher, what: &What) {
+    let mut feed = |tag: u8, texts: &[&str], numbers: &[u64]| {
+        hash.update(&[tag]);
+        for text in texts {
+            hash.update(&(text.len() as u64).to_le_bytes()).update(text.as_bytes());
+        }
+        for number in numbers {
+            hash.update(&number.to_le_bytes());
+        }
+    };
+    match what {
+        What::Submitted { request } => feed(0, &[], &[*request]),
+        What::Accepted { request } => feed(1, &[], &[*request]),
+        What::Refused { request, code } => feed(2, &[code], &[*request]),
+        What::Token { request, position, id } => {
+            feed(3, &[id], &[*request, u64::from(*position)]);
+        }
+        What::Ended { request, code, message } => feed(4, &[code, message], &[*request]),
+        What::Fact { node, name, subject, key, value } => {
+            feed(5, &[node, name, subject], &[*key, *value]);
+        }
+        What::Node { node, state } => feed(6, &[node, state], &[]),
+        What::Gauge { node, name, value } => feed(7, &[node, name], &[value.to_bits()]),
+        What::Placement { replica, epoch, shards } => {
+            feed(8, &[replica], &[*epoch]);
+            for shard in shards {
+                let numbers = [shard.stage as u64, shard.rank as u64];
+                feed(9, &[&shard.node, &shard.device], &numbers);
+            }
+        }
+        What::Served { request, model, served_by } => {
+            feed(10, &[model], &[*request]);
+            served_by.iter().for_each(|place| feed(11, &[place], &[]));
+        }
     }
 }
 

@@ -101,6 +101,10 @@ impl Driver {
         self.shared.with(|inner| inner.prove(index, proof));
     }
 
+    fn missed(&self, index: usize) {
+        self.shared.with(|inner| inner.missed(index));
+    }
+
     fn over(&self, index: usize) {
         self.shared.with(|inner| inner.over(index));
     }
@@ -118,8 +122,12 @@ impl Driver {
             || fault.params.signal.as_deref().is_some_and(|signal| signal == "TERM");
         let mut proofs = Vec::new();
         for node in &nodes {
+            // One that is down already is kept down: it dies at its start, so to say.
             if fault.lasts_us.is_some() {
                 self.cluster.hold(node, index);
+                if self.cluster.node(node).is_none() {
+                    proofs.push(format!("{node}: is down already, and stays so"));
+                }
             }
             if gentle {
                 if self.cluster.stop(node) {
@@ -140,7 +148,7 @@ impl Driver {
             }
         }
         if proofs.is_empty() {
-            return self.over(index);
+            return self.missed(index);
         }
         self.prove(index, proofs.join("; "));
     }
@@ -162,9 +170,10 @@ impl Driver {
             self.note(&node, "paused");
             paused.push(node);
         }
-        if !paused.is_empty() {
-            self.prove(index, format!("{}: nothing is scheduled any more", paused.join(", ")));
+        if paused.is_empty() {
+            return self.missed(index);
         }
+        self.prove(index, format!("{}: nothing is scheduled any more", paused.join(", ")));
         self.live.entry(index).or_default().nodes = paused;
     }
 
@@ -348,9 +357,10 @@ impl Driver {
                 left.push(number.to_string());
             }
         }
-        if !left.is_empty() {
-            self.prove(index, format!("clients of requests {} have left", left.join(", ")));
+        if left.is_empty() {
+            return self.missed(index);
         }
+        self.prove(index, format!("clients of requests {} have left", left.join(", ")));
         self.over(index);
     }
 

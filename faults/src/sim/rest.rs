@@ -12,7 +12,7 @@ use dunlin_actors::messages::{
     SchedulerProtocol, SchedulerReply,
 };
 use dunlin_actors::placement;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 const CALL: Duration = Duration::from_secs(2);
@@ -34,6 +34,7 @@ pub async fn gather(driver: &mut Driver) -> Rest {
         }
         rest.views.insert(name.clone(), view);
     }
+    sparse_views(driver, &mut rest);
     let Some(status) = driver.status().await else {
         rest.audits.push("the router does not answer".into());
         return rest;
@@ -61,6 +62,27 @@ pub async fn gather(driver: &mut Driver) -> Rest {
         }
     }
     rest
+}
+
+/// In a large cluster, nodes that share no replica are not linked: what they know of each other is
+/// what their head knows.
+fn sparse_views(driver: &Driver, rest: &mut Rest) {
+    let head = driver.cluster.head();
+    let Some(of_head) = rest.views.get(head).cloned() else { return };
+    for (name, view) in rest.views.iter_mut().filter(|(name, _)| *name != head) {
+        let Some((node, own)) = driver.cluster.config_of(name) else { continue };
+        let linked = driver.cluster.options(&node, &own).peers;
+        if linked.len() + 1 >= driver.cluster.lives.len() {
+            return;
+        }
+        let linked: BTreeSet<&str> = linked.keys().map(|peer| peer.as_str()).collect();
+        let others = of_head.iter().filter(|(peer, _)| *peer != name);
+        view.extend(
+            others
+                .filter(|(peer, _)| !linked.contains(peer.as_str()))
+                .map(|(peer, incarnation)| (peer.clone(), *incarnation)),
+        );
+    }
 }
 
 /// A fresh request, answered with the right tokens?

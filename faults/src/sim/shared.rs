@@ -202,6 +202,14 @@ impl Inner {
         }
     }
 
+    /// There was nothing to hit: it did not begin after all.
+    pub fn missed(&mut self, index: usize) {
+        self.over(index);
+        if let Some(run) = self.runs.get_mut(index) {
+            (run.began_us, run.ended_us) = (None, None);
+        }
+    }
+
     /// Nodes that a fault hits.
     pub fn nodes_of(&self, fault: &Fault, all: &[String]) -> Vec<String> {
         use crate::fault::Target;

@@ -1,6 +1,6 @@
-//! The simulator: the same seed twice, every kind, every actor killed at every message, many nodes.
+//! The simulator: the same seed twice, every kind, many nodes.
 
-use dunlin_faults::fault::{Expect, Fault, Kind, Mode, Params, Target, Trigger};
+use dunlin_faults::fault::Mode;
 use dunlin_faults::plan::Plan;
 use dunlin_faults::record::{Record, What};
 use dunlin_faults::resolved::Resolved;
@@ -157,43 +157,6 @@ fn every_kind_has_its_effect_and_no_other() {
     assert!(kinds.len() >= 30, "{} plans", kinds.len());
     let found = all(&kinds);
     assert!(found.is_empty(), "{} of {}:\n{}", found.len(), kinds.len(), found.join("\n"));
-}
-
-/// Every actor is killed at every message that it gets in a run.
-#[test]
-fn an_actor_may_die_at_any_message() {
-    let actors = [
-        ("front", "placement", 12),
-        ("left", "agent", 4),
-        ("right", "agent", 4),
-        ("left", "scheduler", 40),
-        ("left", "shard", 40),
-        ("right", "shard", 40),
-        ("front", "router", 40),
-    ];
-    let mut plans = Vec::new();
-    for (node, role, messages) in actors {
-        for nth in 1..=messages {
-            let mut plan = plain(1);
-            plan.name = format!("{role} on {node} dies at message {nth}");
-            // A router that dies takes its open requests with it, with a code.
-            let expect = if role == "router" { Expect::Unavailable } else { Expect::Masked };
-            let (node, role) = (node.to_string(), role.to_string());
-            plan.faults = vec![Fault {
-                id: "kill".into(),
-                kind: Kind::ActorPanic,
-                target: Target::Actor { node, role, instance: String::new() },
-                when: Trigger::At { us: 0 },
-                lasts_us: None,
-                times: 1,
-                params: Params { nth: Some(nth), ..Params::default() },
-                expect,
-            }];
-            plans.push(plan);
-        }
-    }
-    let found = all(&plans);
-    assert!(found.is_empty(), "{} of {}:\n{}", found.len(), plans.len(), found.join("\n"));
 }
 
 #[test]
