@@ -6,6 +6,7 @@
 
 mod replica;
 mod wgpu;
+mod window;
 
 use dunlin_backend::Backend;
 use dunlin_cpu::Precision;
