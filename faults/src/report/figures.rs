@@ -195,6 +195,7 @@ impl<'a> Story<'a> {
 
     /// Draws faults and phases behind the data; returns where each number belongs.
     fn bands(&self, plot: &mut Plot) -> Vec<(f64, usize)> {
+        let mut last = plot.left;
         for (edge, name) in [
             (self.record.phases.warmup_us, "warm-up"),
             (self.record.phases.chaos_us, "chaos"),
@@ -203,9 +204,11 @@ impl<'a> Story<'a> {
             if edge > 0 && edge < self.end {
                 let x = plot.x.at(edge as f64);
                 plot.line((x, plot.top), (x, plot.bottom), "phase");
-                if plot.width > 500.0 {
+                // A short phase has no room for its name.
+                if plot.width > 500.0 && x - last >= 48.0 {
                     plot.text(x - 3.0, plot.bottom - 4.0, "phase-name end", name);
                 }
+                last = x;
             }
         }
         let mut marks = Vec::new();
