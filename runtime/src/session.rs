@@ -85,6 +85,12 @@ impl<T: Cost + Clone> Outgoing<T> {
         }
     }
 
+    /// Can the session go on with a peer that has received so much? Not with one that lacks what it
+    /// has acknowledged, for that is gone here: the two would disagree for ever.
+    pub fn can_resume(&self, received: &[u64; LANES]) -> bool {
+        self.lanes.iter().zip(received).all(|(lane, upto)| lane.base <= *upto)
+    }
+
     /// The link is lost: what is not acknowledged is to be sent again.
     pub fn rewind(&mut self) {
         self.lanes.iter_mut().for_each(|lane| lane.sent = 0);
@@ -145,6 +151,19 @@ mod tests {
         fn cost(&self) -> usize {
             10
         }
+    }
+
+    #[test]
+    fn a_session_ends_where_the_peer_forgot_what_it_acknowledged() {
+        let mut out = Outgoing::new(7);
+        out.push(2, 1u32);
+        out.push(2, 2);
+        assert_eq!(out.next_batch(2, usize::MAX).len(), 2);
+        let received = |upto| std::array::from_fn(|lane| if lane == 2 { upto } else { 0 });
+        assert!(out.can_resume(&received(0)));
+        out.ack(&received(1));
+        assert!(out.can_resume(&received(1)) && out.can_resume(&received(2)));
+        assert!(!out.can_resume(&received(0)));
     }
 
     #[derive(Debug, Clone)]

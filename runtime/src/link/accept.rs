@@ -89,7 +89,7 @@ async fn meet(
         Err(LaneError::Link(error)) => return Err(text(error)),
     };
     match read {
-        Ok((_, Frame::Ready { out_session })) => peer.ready(out_session),
+        Ok((_, Frame::Ready { out_session })) => peer.ready(token, out_session),
         other => {
             let error = other.err().unwrap_or(FrameError::Unexpected);
             core.guard.refused(&proven, error.kind());

@@ -97,15 +97,23 @@ impl PeerShell {
         Ok(session)
     }
 
-    /// The dialler is ready and sends `session` from now on.
-    pub fn ready(&self, session: u64) {
-        let failed = self.state.lock().follow(session);
+    /// The dialler of handshake `token` is ready and sends `session` from now on. Of a handshake that
+    /// another one has overtaken, it says nothing any more.
+    pub fn ready(&self, token: u64, session: u64) {
+        let mut state = self.state.lock();
+        if state.joining.is_none_or(|(t, _)| t != token) {
+            return;
+        }
+        let failed = state.follow(session);
+        drop(state);
         fail_all(failed, "the peer gave up the session");
     }
 
     /// Goes on with the old session or starts a new one.
     fn meet(&self, state: &mut State, admission: Admission, hello: &Hello) -> Vec<Pending> {
-        let resumed = admission == Admission::SameLife && hello.in_session == state.out.id;
+        let resumed = admission == Admission::SameLife
+            && hello.in_session == state.out.id
+            && state.out.can_resume(&hello.received);
         if admission == Admission::NewLife {
             state.life = Some(Life { incarnation: hello.incarnation, nonce: hello.life });
             state.inc = Incoming::default();
