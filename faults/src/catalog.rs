@@ -201,7 +201,7 @@ pub static ROWS: [Row; 38] = [
     Row {
         kind: Kind::ProcessSlow,
         takes: &[need(Param::Factor)],
-        injector: "site step: delay by the step's own time",
+        injector: "site step: delay by the step's own time; SIGSTOP and SIGCONT in turns",
         proof: "measured step time",
         ..BASE
     },
@@ -498,7 +498,7 @@ pub static ROWS: [Row; 38] = [
         kind: Kind::ControlChurn,
         takes: &[may(Param::Count, "3"), may(Param::Delay, "300ms between two")],
         lasts: Lasts::Once,
-        injector: "the node's links are lost and made again and again",
+        injector: "the node's links are lost and made again and again; SIGKILL and restart",
         proof: "peers that went down and up",
         down: true,
         ..BASE
