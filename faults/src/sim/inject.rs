@@ -213,8 +213,8 @@ impl Driver {
 
     // ---- membership -------------------------------------------------------------------------
 
-    /// A second node of the same name dials all others: in the same life's number, or from
-    /// another version.
+    /// A second node of the same name dials all others: as an earlier life, or from another
+    /// version.
     fn begin_ghost(&mut self, index: usize, fault: &Fault) {
         let head = self.cluster.head().to_string();
         let name = match &fault.target {
@@ -236,7 +236,9 @@ impl Driver {
                 options.schema += 1;
                 options.incarnation = Incarnation(life + 1);
             }
-            _ => options.incarnation = Incarnation(life),
+            // As a copy of the node's disk counts that was made before its last start. One of the
+            // very same number would keep the name with nodes that met it first, until a restart.
+            _ => options.incarnation = Incarnation(life.saturating_sub(1)),
         }
         let (network, shared) = (self.cluster.network.clone(), self.shared.clone());
         let task = tokio::spawn(haunt(options, network, shared, index));
