@@ -43,8 +43,11 @@ pub struct How {
     /// Copy the nodes' logs into this folder.
     pub keep_logs: Option<PathBuf>,
     /// Hears how far the run is, several times a second.
-    pub progress: Option<Arc<dyn Fn(&Progress) + Send + Sync>>,
+    pub progress: Option<Tell>,
 }
+
+/// Who hears of a run's progress.
+pub type Tell = Arc<dyn Fn(&Progress) + Send + Sync>;
 
 /// How far a run is.
 #[derive(Debug, Clone, PartialEq, Default)]
