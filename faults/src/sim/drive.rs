@@ -351,14 +351,19 @@ impl Driver {
         }
     }
 
-    /// Works until all is well again; false if it is not by then.
+    /// Works until all has been well for a lease's time (what was lost without a word is noticed by
+    /// then); false if it is not by the end.
     async fn settle(&mut self, end_us: u64) -> bool {
+        let lease_us = self.setup.config.membership.lease_ms * 1000;
+        let mut since = None;
         loop {
             self.work();
-            if self.quiet().await {
+            let well = self.quiet().await;
+            let now = self.shared.us();
+            since = if well { since.or(Some(now)) } else { None };
+            if since.is_some_and(|since| now - since > lease_us) {
                 return true;
             }
-            let now = self.shared.us();
             if now >= end_us {
                 return false;
             }
