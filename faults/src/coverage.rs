@@ -201,8 +201,11 @@ mod tests {
         hit(&Case::new(&run.resolved, &run.record))
     }
 
+    /// Makes one moment come about.
+    type Meeting = (&'static str, fn(&mut Run));
+
     /// How each moment comes about in an otherwise good run.
-    const MEETINGS: [(&str, fn(&mut Run)); 13] = [
+    const MEETINGS: [Meeting; 13] = [
         ("replay-at-0", |run| {
             run.fact(1_550_000, "front", REQUEST_REPLAYED, "lost", 101, 8);
         }),

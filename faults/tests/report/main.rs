@@ -199,7 +199,6 @@ fn a_sweep_is_a_matrix_and_a_table_for_programs() {
                 requests: 6,
                 stall_ms: 150 + 30 * x as u64 + 40 * (y as u64 % 3),
                 seed: y as u64 + 1,
-                ..Sample::default()
             };
             let record = sample.record();
             let verdict = match (x, y) {
@@ -225,8 +224,7 @@ fn a_sweep_is_a_matrix_and_a_table_for_programs() {
 fn many_seeds_are_one_page() {
     let runs: Vec<RunBrief> = (1..120)
         .map(|seed| {
-            let sample =
-                Sample { requests: 8, seed, stall_ms: 300 + seed * 17 % 900, ..Sample::default() };
+            let sample = Sample { requests: 8, seed, stall_ms: 300 + seed * 17 % 900 };
             let record = sample.record();
             let verdict = if seed % 50 == 0 { Outcome::Fail } else { Outcome::Pass };
             RunBrief::of(&report(&record, verdict))
