@@ -41,7 +41,7 @@ pub fn plan(file: &str, name: &str, requests: u64, tokens: u32) -> Resolved {
         max_tokens: tokens,
         ignore_eos: true,
         // Every other request is sampled.
-        temperature: if number % 2 == 0 { 0.0 } else { 0.8 },
+        temperature: if number.is_multiple_of(2) { 0.0 } else { 0.8 },
         seed: 1000 + number,
         cancel_after: None,
         deadline_us: 60_000_000,
