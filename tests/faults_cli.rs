@@ -86,7 +86,7 @@ fn fresh_seeds_and_the_corpus_hold_within_the_budget() {
     if output.status.code() != Some(0) {
         wrong.push(format!("dunlin faults run plans/swarm.toml --mode sim --seeds {seeds}"));
     }
-    // Long cases are for the night; those of the deliberate bugs belong to their tests.
+    // Long cases have a test of their own; those of the deliberate bugs belong to theirs.
     let aside = |plan: &PathBuf| {
         ["long", "mutations"].iter().any(|f| plan.parent().is_some_and(|p| p.ends_with(f)))
     };
@@ -106,6 +106,21 @@ fn fresh_seeds_and_the_corpus_hold_within_the_budget() {
     assert!(wrong.is_empty(), "these runs do not pass; repeat with:\n{}", wrong.join("\n"));
     let late = began.elapsed() > CI_BUDGET;
     assert!(cfg!(debug_assertions) || !late, "took {:?}, allowed {CI_BUDGET:?}", began.elapsed());
+}
+
+/// Hours of kills, ten thousand requests, a full context: seconds of virtual time's computing.
+#[test]
+fn the_long_plans_run_to_their_end() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let out = folder.path().join("long").display().to_string();
+    let long: Vec<_> = corpus().into_iter().filter(|p| p.starts_with("plans/long")).collect();
+    assert!(long.len() >= 4, "long plans are gone: {long:?}");
+    for plan in long {
+        let name = plan.display().to_string();
+        let output = dunlin(&["run", &name, "--mode", "sim", "--out", &out]);
+        assert_eq!(output.status.code(), Some(0), "{name}\n{}", said(&output));
+        println!("{}", text(&output.stdout).lines().next().unwrap_or_default());
+    }
 }
 
 #[test]
