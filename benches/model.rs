@@ -8,6 +8,9 @@
 //!
 //! Beside decode stands what memory delivers: the read bandwidth of all threads together, measured
 //! in the same process, and the share of it that reading every weight once per token takes.
+//!
+//! `--contexts 128,1024,4096,8192` measures how decode grows instead: a prompt fills the context
+//! but for its last tokens, and those are made one by one.
 
 use clap::Parser;
 use dunlin_backend::Backend;
@@ -15,13 +18,18 @@ use dunlin_cpu::{CpuBackend, CpuOptions, Precision};
 use dunlin_model::engine::{Alone, Batch, BatchSeq, Engine, SampleSpec, StageOutput, StageSpec};
 use dunlin_model::loader::ModelFiles;
 use dunlin_model::sampling::SamplingParams;
-use dunlin_model::stage::StageWeights;
+use dunlin_model::stage::{StageWeights, kv_block_bytes};
 use dunlin_model::transformer::TransformerEngine;
+use std::ops::Range;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
 const BLOCK_TOKENS: usize = 16;
+/// Tokens made at the end of each context.
+const GROWN_TOKENS: u32 = 16;
+/// Tokens of one step while a context is filled.
+const CHUNK_TOKENS: u32 = 512;
 
 /// Measure prefill and decode of one sequence on a model, without a server.
 #[derive(Debug, Parser)]
@@ -42,6 +50,9 @@ struct Args {
     /// Repeats of each test; the medians are shown
     #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..=1000))]
     runs: u32,
+    /// Measure decode at these contexts (in tokens) instead, such as 128,1024,4096,8192
+    #[arg(long, value_delimiter = ',', value_parser = clap::value_parser!(u32).range(32..=1 << 20))]
+    contexts: Vec<u32>,
     /// Print one JSON object instead of text
     #[arg(long)]
     json: bool,
@@ -55,7 +66,10 @@ fn main() -> anyhow::Result<()> {
     let files = ModelFiles::open(&args.model)?;
     let threads = args.threads as usize;
     let options = CpuOptions { threads, precision: Precision::Fast, path: None };
-    let mut subject = Subject::load(&files, options, args.prompt.max(args.generate) as usize)?;
+    if !args.contexts.is_empty() {
+        return growth(&files, options, &args);
+    }
+    let mut subject = Subject::load(&files, options, args.prompt.max(args.generate), args.prompt)?;
 
     // Bandwidth before and after, so that a busy moment does not make decode look better.
     let mut bandwidth = read_bandwidth(threads);
@@ -81,6 +95,7 @@ fn main() -> anyhow::Result<()> {
             "read_bandwidth_bytes_per_second": bandwidth,
             "decode_bytes_per_token": subject.decode_bytes,
             "decode_share_of_bandwidth": share,
+            "kv_bytes_per_token": subject.kv_bytes_per_token,
         });
         println!("{report}");
         return Ok(());
@@ -96,6 +111,44 @@ fn main() -> anyhow::Result<()> {
     Ok(())
 }
 
+/// Decode at several contexts, of which the model may not reach all.
+fn growth(files: &ModelFiles, options: CpuOptions, args: &Args) -> anyhow::Result<()> {
+    let (limit, mut contexts) = (files.spec().context, args.contexts.clone());
+    contexts.sort_unstable();
+    contexts.retain(|context| {
+        let reached = *context as usize <= limit;
+        if !reached {
+            eprintln!("{context}: the model ends at {limit} tokens");
+        }
+        reached
+    });
+    let Some(longest) = contexts.last() else { anyhow::bail!("no context to measure") };
+    let mut subject = Subject::load(files, options, *longest, CHUNK_TOKENS)?;
+    subject.decode(GROWN_TOKENS)?;
+    let (mut filled, mut rows) = (0, Vec::new());
+    for context in contexts {
+        let first = context - GROWN_TOKENS;
+        while filled < first {
+            let end = first.min(filled + CHUNK_TOKENS);
+            subject.step(subject.prompt(filled..end), filled)?;
+            filled = end;
+        }
+        let mut ms = Vec::new();
+        for _ in 0..args.runs {
+            ms.push(1e3 / subject.decode_from(first, GROWN_TOKENS)?);
+        }
+        if !args.json {
+            let kv_mb = subject.kv_bytes_per_token as f64 * f64::from(context) / 1e6;
+            println!("context {context:6}: {:6.2} ms a token, {kv_mb:.1} MB of KV", median(&ms));
+        }
+        rows.push(serde_json::json!({"context": context, "ms_per_token": ms}));
+    }
+    if args.json {
+        println!("{}", serde_json::json!({"model": args.model, "contexts": rows}));
+    }
+    Ok(())
+}
+
 /// A whole model in one engine.
 struct Subject {
     backend: Arc<CpuBackend>,
@@ -103,11 +156,17 @@ struct Subject {
     vocab: u32,
     /// Weight bytes that one token reads; unknown where experts are chosen per token.
     decode_bytes: Option<u64>,
+    kv_bytes_per_token: u64,
 }
 
 impl Subject {
-    /// For sequences of at most `tokens` tokens.
-    fn load(files: &ModelFiles, options: CpuOptions, tokens: usize) -> anyhow::Result<Self> {
+    /// For sequences of at most `tokens` tokens, run at most `step` at once.
+    fn load(
+        files: &ModelFiles,
+        options: CpuOptions,
+        tokens: u32,
+        step: u32,
+    ) -> anyhow::Result<Self> {
         let backend = Arc::new(CpuBackend::new(options)?);
         let spec = files.spec();
         let stage = StageSpec {
@@ -116,9 +175,9 @@ impl Subject {
             last: true,
             rank: 0,
             ranks: 1,
-            kv_blocks: tokens.div_ceil(BLOCK_TOKENS),
+            kv_blocks: (tokens as usize).div_ceil(BLOCK_TOKENS),
             block_tokens: BLOCK_TOKENS,
-            max_tokens: tokens,
+            max_tokens: step as usize,
         };
         let weights = Arc::new(StageWeights::load(backend.as_ref(), files, &stage)?);
         let mut bytes = weights.bytes(backend.as_ref());
@@ -127,24 +186,35 @@ impl Subject {
             bytes -= backend.weight_bytes(embedding);
         }
         let decode_bytes = spec.moe.is_none().then_some(bytes);
+        let kv_bytes_per_token = kv_block_bytes(spec, &stage) / BLOCK_TOKENS as u64;
         let engine = TransformerEngine::new(backend.clone(), weights, stage)?;
-        Ok(Self { backend, engine, vocab: u32::try_from(spec.vocab)?, decode_bytes })
+        let vocab = u32::try_from(spec.vocab)?;
+        Ok(Self { backend, engine, vocab, decode_bytes, kv_bytes_per_token })
     }
 
     /// Tokens per second of a prompt run in one step.
     fn prefill(&mut self, tokens: u32) -> anyhow::Result<f64> {
-        // Any ids do; a multiplicative step keeps them apart and the same in every run.
-        let ids = (0..tokens).map(|i| i.wrapping_mul(2_654_435_761) % self.vocab).collect();
+        let ids = self.prompt(0..tokens);
         let start = Instant::now();
         self.step(ids, 0)?;
         Ok(f64::from(tokens) / start.elapsed().as_secs_f64())
     }
 
-    /// Tokens per second of single tokens, each drawn from the one before.
+    /// Any ids do; a multiplicative step keeps them apart and the same in every run.
+    fn prompt(&self, positions: Range<u32>) -> Vec<u32> {
+        positions.map(|i| i.wrapping_mul(2_654_435_761) % self.vocab).collect()
+    }
+
+    /// Tokens per second of single tokens from an empty context on.
     fn decode(&mut self, tokens: u32) -> anyhow::Result<f64> {
+        self.decode_from(0, tokens)
+    }
+
+    /// The same behind what the context holds, each token drawn from the one before.
+    fn decode_from(&mut self, first: u32, tokens: u32) -> anyhow::Result<f64> {
         let mut token = 1 % self.vocab;
         let start = Instant::now();
-        for position in 0..tokens {
+        for position in first..first + tokens {
             token = self.step(vec![token], position)?;
         }
         Ok(f64::from(tokens) / start.elapsed().as_secs_f64())
