@@ -47,6 +47,9 @@ def run(command, log=None, capture=False, env=None, timeout=None):
         raise PeerFailed(f"`{short(command)}` took more than {timeout:.0f} s") from None
     finally:
         tree.stop(grace=0)
+        for pipe in (child.stdout, child.stderr):
+            if pipe:
+                pipe.close()
     if child.returncode != 0:
         said = stderr or (tail(log) if log else "")
         raise PeerFailed(f"`{short(command)}` ended with {child.returncode}: {last_line(said)}"
@@ -173,6 +176,11 @@ class Tree:
             except ProcessLookupError:
                 pass
         self.child.wait()
+        # A signal is delivered in time, not at once; their memory must be free for whoever is next.
+        for _ in range(500):
+            if not any(runs(pid) for pid in members):
+                break
+            time.sleep(0.01)
         if self in Tree.alive:
             Tree.alive.remove(self)
 
@@ -180,6 +188,14 @@ class Tree:
     def stop_all(cls):
         for tree in list(cls.alive):
             tree.stop(grace=2)
+
+
+def runs(pid):
+    """Whether there is such a process, and not only its exit code."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class MemoryWatch:

