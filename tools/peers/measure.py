@@ -106,8 +106,9 @@ def start_alone(peer, client, times):
         seconds.append(server.seconds_to_first_token)
     try:
         with MemoryWatch(server.tree) as watch:
-            streams = peer.job.streams
-            load(server, client, streams, streams, 128, 64, seed=9000)
+            # Nearly all of the room for KV: some engines take it at the start, some as it fills.
+            streams, prompt = peer.job.streams, peer.job.stream_tokens - 160
+            load(server, client, streams, streams, prompt, 128, seed=9000)
     except BaseException:
         server.stop()
         raise

