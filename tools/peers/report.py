@@ -61,8 +61,11 @@ def rows(job, streams):
 
 
 def table(results, peers, job, streams):
-    """Markdown: a row a figure, a column a peer. In parentheses: how many times better Dunlin is."""
-    names = [peer.name for peer in peers]
+    """Markdown: a row a figure, a column a peer. In parentheses: how many times better Dunlin is.
+
+    A peer that gave nothing has no column, but its row all the same: the reason.
+    """
+    names = [peer.name for peer in peers if results.values[peer.name]]
     lines = ["| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for label, figure, higher, form in rows(job, streams):
         cells = []
@@ -76,7 +79,6 @@ def table(results, peers, job, streams):
         if any(cell != "-" for cell in cells):
             lines.append(f"| {label} | " + " | ".join(cells) + " |")
     for peer in peers:
-        # A peer that gave nothing still has its row: the reason.
         for what, why in results.failures[peer.name].items():
             lines.append(f"| {peer.name}: {what} failed | " + why.replace("|", "/")
                          + " |" + " |" * (len(names) - 1))
@@ -84,7 +86,8 @@ def table(results, peers, job, streams):
 
 
 def notes(results, peers, job):
-    lines = [f"- {peer.name}: {peer.note}; weights: {peer.weights}." for peer in peers]
+    lines = [f"- {peer.name}: {peer.note}; weights: {peer.weights}."
+             for peer in peers if results.values[peer.name]]
     lines += [f"- {note}" for note in results.notes]
     bandwidth = [v for v in results.values["dunlin"].get("read bandwidth", []) if v]
     decode, size = results.median("dunlin", "decode"), results.median("dunlin", "decode bytes")

@@ -123,7 +123,11 @@ class Figures(unittest.TestCase):
         results.add("dunlin", {"decode": 200.0}, 0)
         results.fail("slow", "install", "no | such package")
         text = report.table(results, peers, peers[0].job, (1,))
-        self.assertIn("| decode 128, engine, tokens/s | 200 | - |", text)
+        self.assertIn("| decode 128, engine, tokens/s | 200 |\n", text)
+        self.assertIn("| slow: install failed | no / such package |", text)
+        results.add("slow", {"start": 2.5}, 0)
+        text = report.table(results, peers, peers[0].job, (1,))
+        self.assertIn("| decode 128, engine, tokens/s | 200 | - |\n", text)
         self.assertIn("| slow: install failed | no / such package | |", text)
 
 
