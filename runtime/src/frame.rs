@@ -102,6 +102,8 @@ pub enum RefusalCode {
     /// Both dialled at once; the other link is being set up.
     Busy,
     Malformed,
+    /// Another process of that name and incarnation has the link.
+    Twin,
 }
 
 /// A hello was refused. Both values are named so that either end's log suffices.
@@ -125,6 +127,7 @@ fn what(code: &RefusalCode) -> &'static str {
         RefusalCode::StaleIncarnation => "incarnation",
         RefusalCode::Busy => "second link",
         RefusalCode::Malformed => "malformed hello",
+        RefusalCode::Twin => "incarnation of another process",
     }
 }
 
@@ -612,6 +615,7 @@ impl Reader {
             StaleIncarnation,
             Busy,
             Malformed,
+            Twin,
         ];
         let code = codes.into_iter().find(|c| *c as u8 == value);
         code.ok_or(FrameError::Unknown { what: "refusal", value: value.into() })

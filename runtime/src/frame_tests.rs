@@ -72,6 +72,7 @@ fn refusal() -> impl Strategy<Value = Refusal> {
         StaleIncarnation,
         Busy,
         Malformed,
+        Twin,
     ];
     (prop::sample::select(codes), ".{0,60}", ".{0,60}").prop_map(|(code, ours, theirs)| Refusal {
         code,

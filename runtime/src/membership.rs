@@ -1,7 +1,9 @@
 //! Whom to believe: judges hellos. Pure.
 //!
-//! Invariants: one live incarnation per node name; a higher one takes over at once; a lower one,
-//! or the same number from another process, is refused and never comes back. Of two links between
+//! Invariants: one live incarnation per node name; a higher one takes over at once; a lower one is
+//! refused and never comes back. Of two processes with the same number (a node's folder was copied,
+//! and both were started in one second) the first stays: the other is refused for as long as the
+//! first has its link or may resume its session, which is longer than a lease. Of two links between
 //! the same two lives one is kept, and both ends keep the same: that of the smaller name, unless
 //! it has gone silent.
 
@@ -80,10 +82,12 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// May this life of the peer have the link? `situation` matters only between the same two lives.
+/// May this life of the peer have the link? `held`: the known life has it, or may resume it.
+/// `situation` matters only between the same two lives.
 pub(crate) fn admit(
     me: &Me,
     known: Option<Life>,
+    held: bool,
     situation: Situation,
     hello: &Hello,
 ) -> Result<Admission, Refusal> {
@@ -91,18 +95,17 @@ pub(crate) fn admit(
     if hello.incarnation > known.incarnation {
         return Ok(Admission::NewLife);
     }
-    let other_process = hello.life != known.nonce && !mutated("reuse-incarnation");
-    if hello.incarnation < known.incarnation || other_process {
-        return Err(Refusal {
-            code: RefusalCode::StaleIncarnation,
-            ours: format!("knows {} {}", hello.node, known.incarnation),
-            theirs: format!(
-                "is {} {}{}",
-                hello.node,
-                hello.incarnation,
-                if hello.incarnation == known.incarnation { ", another process" } else { "" }
-            ),
-        });
+    let ours = || format!("knows {} {}", hello.node, known.incarnation);
+    let theirs = format!("is {} {}", hello.node, hello.incarnation);
+    if hello.incarnation < known.incarnation {
+        return Err(Refusal { code: RefusalCode::StaleIncarnation, ours: ours(), theirs });
+    }
+    if hello.life != known.nonce && !mutated("reuse-incarnation") {
+        if !held {
+            return Ok(Admission::NewLife);
+        }
+        let theirs = format!("{theirs}, another process");
+        return Err(Refusal { code: RefusalCode::Twin, ours: ours(), theirs });
     }
     let mine_wins = me.name < hello.node;
     let keep = match situation {
@@ -201,29 +204,34 @@ mod tests {
     fn a_higher_incarnation_takes_over_and_an_older_never_returns() {
         let known = |n, nonce| Some(Life { incarnation: Incarnation(n), nonce });
         let linked = Situation::Linked { dialled_by_me: true, heard_ms_ago: 0 };
-        let admit = |known, situation| {
-            admit(&me("a"), known, situation, &hello("b", "a")).map_err(|r| r.code)
+        let admit = |known, held, situation| {
+            admit(&me("a"), known, held, situation, &hello("b", "a")).map_err(|r| r.code)
         };
         for situation in [Situation::Apart, Situation::Greeting, linked] {
-            assert_eq!(admit(None, situation), Ok(Admission::NewLife));
-            assert_eq!(admit(known(4, 9), situation), Ok(Admission::NewLife));
-            assert_eq!(admit(known(6, 9), situation), Err(RefusalCode::StaleIncarnation));
-            assert_eq!(admit(known(5, 8), situation), Err(RefusalCode::StaleIncarnation));
+            for held in [false, true] {
+                let admit = |known| admit(known, held, situation);
+                assert_eq!(admit(None), Ok(Admission::NewLife));
+                assert_eq!(admit(known(4, 9)), Ok(Admission::NewLife));
+                assert_eq!(admit(known(6, 9)), Err(RefusalCode::StaleIncarnation));
+            }
+            // Of twins the first stays, until it is gone for good.
+            assert_eq!(admit(known(5, 8), true, situation), Err(RefusalCode::Twin));
+            assert_eq!(admit(known(5, 8), false, situation), Ok(Admission::NewLife));
         }
-        assert_eq!(admit(known(5, 9), Situation::Apart), Ok(Admission::SameLife));
+        assert_eq!(admit(known(5, 9), true, Situation::Apart), Ok(Admission::SameLife));
     }
 
     #[test]
     fn of_two_links_both_ends_keep_the_smaller_names() {
         let known = Some(Life { incarnation: Incarnation(5), nonce: 9 });
         // Both dialled at once: `a` refuses b's dial, `c` takes it.
-        let greeting = |who| admit(&me(who), known, Situation::Greeting, &hello("b", who));
+        let greeting = |who| admit(&me(who), known, true, Situation::Greeting, &hello("b", who));
         assert_eq!(greeting("a").unwrap_err().code, RefusalCode::Busy);
         assert_eq!(greeting("c"), Ok(Admission::SameLife));
         // A live link that `a` dialled stands; a silent one gives way, and so does any of b's.
         let linked = |who, dialled_by_me, heard_ms_ago| {
             let situation = Situation::Linked { dialled_by_me, heard_ms_ago };
-            admit(&me(who), known, situation, &hello("b", who)).map_err(|r| r.code)
+            admit(&me(who), known, true, situation, &hello("b", who)).map_err(|r| r.code)
         };
         assert_eq!(linked("a", true, 10), Err(RefusalCode::Busy));
         assert_eq!(linked("a", true, 900), Ok(Admission::SameLife));

@@ -4,7 +4,7 @@ use crate::address::{Address, Incarnation, NodeName, Peer};
 use crate::codec;
 use crate::faults::{Action, Faults, Site, names};
 use crate::flow::{FlowClass, FlowId, FlowReceiver, FlowSender};
-use crate::frame::{self, Content, LANES, Stamp, Target};
+use crate::frame::{self, Content, LANES, Refusal, Stamp, Target};
 use crate::lane::Guard;
 use crate::lease::LeaseHolder;
 use crate::link::{self, Lanes};
@@ -20,6 +20,7 @@ use bytes::Bytes;
 use parking_lot::{Mutex, RwLock};
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{Notify, Semaphore, broadcast, watch};
@@ -362,6 +363,8 @@ pub(crate) struct Core {
     clock: Instant,
     renewed: Notify,
     hellos: Arc<Semaphore>,
+    /// The head knows another process of this node's name and incarnation.
+    second: AtomicBool,
     /// `None` once the node has stopped.
     tasks: Mutex<Option<Vec<AbortHandle>>>,
 }
@@ -401,6 +404,7 @@ impl Core {
             clock: now,
             renewed: Notify::new(),
             hellos: Arc::new(Semaphore::new(options.limits.pending_hellos.max(1))),
+            second: AtomicBool::new(false),
             tasks: Mutex::new(Some(Vec::new())),
             options,
         })
@@ -505,6 +509,9 @@ impl Core {
         if let Some(holder) = self.holders.lock().get_mut(&peer.name) {
             holder.new_link();
         }
+        if self.options.head.as_ref() == Some(&peer.name) && self.second.swap(false, Relaxed) {
+            self.others(&peer.name).iter().for_each(|other| other.wake.notify_one());
+        }
         self.guard.tell(names::PEER_UP, who.node.as_str(), who.incarnation.0, 0);
         self.emit(PeerEvent::Up { peer: who.clone() });
         let core = self.clone();
@@ -516,6 +523,35 @@ impl Core {
                 core.peer_down(who, &reason.text);
             }
         });
+    }
+
+    /// Whom its head refuses as the second process of a life lets go of everybody else as well: who
+    /// met it first would keep the first one out.
+    pub fn stand_back(&self, by: &NodeName, refusal: &Refusal) {
+        if self.options.head.as_ref() != Some(by) || self.second.swap(true, Relaxed) {
+            return;
+        }
+        tracing::error!(
+            node = %self.me.name, %refusal,
+            "another process of this node runs; this one waits until it is gone"
+        );
+        let reason = format!("{} {} is a second process", self.me.name, self.me.incarnation);
+        for peer in self.others(by) {
+            peer.part(&reason);
+            if peer.down(None, &reason, true, 0) {
+                let incarnation = peer.incarnation();
+                self.peer_down(Peer { node: peer.name.clone(), incarnation }, &reason);
+            }
+        }
+    }
+
+    /// Must it leave this peer alone for now?
+    pub fn stands_back_from(&self, peer: &NodeName) -> bool {
+        self.second.load(Relaxed) && self.options.head.as_ref() != Some(peer)
+    }
+
+    fn others(&self, than: &NodeName) -> Vec<Arc<PeerShell>> {
+        self.peers.read().values().filter(|peer| peer.name != *than).cloned().collect()
     }
 
     pub fn peer_down(&self, who: Peer, reason: &str) {

@@ -19,6 +19,33 @@ pub const EXTRA: u64 = 1_000_000;
 /// Where ghosts listen: nobody dials them.
 const GHOST: &str = "ghost:0";
 
+/// Kinds that have no site; [`Driver::begin`] has each of them.
+pub fn carries_out(kind: Kind) -> bool {
+    use Kind::*;
+    matches!(
+        kind,
+        ProcessKill
+            | ProcessStop
+            | ProcessPause
+            | ControlChurn
+            | ControlDupId
+            | ControlSkew
+            | TimerLate
+            | ClockJump
+            | LinkPartition
+            | LinkDelay
+            | LinkLoss
+            | LinkBandwidth
+            | LinkClog
+            | LinkRebind
+            | ConnHalfOpen
+            | ClientDisconnect
+            | ClientSlowReader
+            | ClientBurst
+            | ClientMalformed
+    )
+}
+
 impl Driver {
     pub fn begin(&mut self, index: usize) {
         let Some(fault) = self.fault(index) else { return };
@@ -49,7 +76,7 @@ impl Driver {
             ClientSlowReader => self.begin_slow_reader(index, &fault),
             ClientBurst => self.burst(index, &fault),
             ClientMalformed => self.malformed(index, &fault),
-            _ => debug_assert!(Armory::takes(fault.kind)),
+            _ => debug_assert!(Armory::takes(fault.kind), "{} has no injector", fault.kind.name()),
         }
     }
 
@@ -193,7 +220,7 @@ impl Driver {
         let Some(fault) = self.fault(index) else { return };
         let pause = fault.params.p50_us.unwrap_or(300_000);
         let rounds = self.live.get(&index).map_or(0, |live| live.rounds);
-        if rounds == 0 || self.healed {
+        if rounds == 0 || (self.healed && !self.stays.contains(&index)) {
             return self.over(index);
         }
         let mut killed = false;
@@ -236,9 +263,13 @@ impl Driver {
                 options.schema += 1;
                 options.incarnation = Incarnation(life + 1);
             }
-            // As a copy of the node's disk counts that was made before its last start. One of the
-            // very same number would keep the name with nodes that met it first, until a restart.
-            _ => options.incarnation = Incarnation(life.saturating_sub(1)),
+            // As a copy of the node's disk counts that was made before its last start; or, where the
+            // node runs, as one that was made before the very start that both had.
+            _ => {
+                let same = self.cluster.node(&name).is_some()
+                    && draw(self.cluster.seed, &fault.id, 3).is_multiple_of(2);
+                options.incarnation = Incarnation(life.saturating_sub(u64::from(!same)));
+            }
         }
         let (network, shared) = (self.cluster.network.clone(), self.shared.clone());
         let task = tokio::spawn(haunt(options, network, shared, index));

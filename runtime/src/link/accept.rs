@@ -108,6 +108,10 @@ fn judge(core: &Core, link: &Arc<dyn Link>, hello: Hello) -> Result<Judged, Refu
         ours: format!("{} knows no such node", core.me.name),
         theirs: hello.node.to_string(),
     })?;
+    if core.stands_back_from(&peer.name) {
+        let ours = format!("{} is another process than its head knows", core.me.name);
+        return Err(Refusal { code: RefusalCode::Busy, ours, theirs: peer.name.to_string() });
+    }
     let resume_ms = core.options.timing.resume_ms;
     let (token, welcome, replaced) = peer.admit(&core.me, &hello, resume_ms)?;
     Ok((peer, token, welcome, replaced))

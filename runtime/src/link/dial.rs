@@ -1,7 +1,7 @@
 //! Dialling: one task per peer, which works whenever there is no link.
 
 use super::{Lanes, put};
-use crate::frame::{self, Frame, FrameError, Hello, MAX_SMALL_FRAME, Refusal};
+use crate::frame::{self, Frame, FrameError, Hello, MAX_SMALL_FRAME, Refusal, RefusalCode};
 use crate::lane::{LaneError, LaneIn, LaneOut};
 use crate::membership;
 use crate::node::Core;
@@ -44,7 +44,7 @@ pub(crate) async fn keep_linked(core: Arc<Core>, peer: Arc<PeerShell>) {
         }
         seen = losses;
         let addresses = peer.addresses();
-        let idle = up || addresses.is_empty();
+        let idle = up || addresses.is_empty() || core.stands_back_from(&peer.name);
         tokio::select! {
             biased;
             _ = peer.wake.notified() => {}
@@ -58,6 +58,11 @@ pub(crate) async fn keep_linked(core: Arc<Core>, peer: Arc<PeerShell>) {
                     tracing::debug!(peer = %peer.name, %error, "no link");
                     if error != JoinError::Ahead {
                         peer.failed(error.to_string());
+                    }
+                    if let JoinError::RefusedThere { refusal, .. } = &error
+                        && refusal.code == RefusalCode::Twin
+                    {
+                        core.stand_back(&peer.name, refusal);
                     }
                 }
                 next = Instant::now() + backoff.next();

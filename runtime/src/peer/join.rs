@@ -48,7 +48,8 @@ impl PeerShell {
             (None, Some((_, true))) => Situation::Greeting,
             _ => Situation::Apart,
         };
-        let admission = match crate::membership::admit(me, state.life, situation, hello) {
+        let held = state.held();
+        let admission = match crate::membership::admit(me, state.life, held, situation, hello) {
             Ok(admission) => admission,
             Err(refusal) => {
                 if refusal.code != frame::RefusalCode::Busy {
@@ -88,7 +89,8 @@ impl PeerShell {
             let (ours, theirs) = ("another link came first".into(), hello.node.to_string());
             return Err(frame::Refusal { code: frame::RefusalCode::Busy, ours, theirs });
         }
-        let admission = crate::membership::admit(me, state.life, Situation::Apart, hello)?;
+        let held = state.held();
+        let admission = crate::membership::admit(me, state.life, held, Situation::Apart, hello)?;
         let mut failed = self.meet(&mut state, admission, hello);
         failed.extend(state.follow(hello.out_session));
         let session = state.out.id;

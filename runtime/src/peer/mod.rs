@@ -14,7 +14,7 @@ use crate::membership::{Life, Me};
 use crate::options::{Limits, ms};
 use crate::session::{Cost, Incoming, Outgoing};
 use crate::signal::Signal;
-use crate::transport::Link;
+use crate::transport::{CloseCode, CloseReason, Link};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use std::collections::{BTreeMap, VecDeque};
@@ -190,6 +190,16 @@ impl PeerShell {
         Incarnation(self.incarnation.load(Ordering::Acquire))
     }
 
+    /// Tells the peer that this node's part in their session is over. The link is then [`down`].
+    ///
+    /// [`down`]: PeerShell::down
+    pub fn part(&self, reason: &str) {
+        let link = self.state.lock().link.as_ref().and_then(|up| up.link.clone());
+        if let Some(link) = link {
+            link.close(CloseReason::new(CloseCode::Shutdown, reason));
+        }
+    }
+
     pub fn is_up(&self) -> bool {
         self.state.lock().link.is_some()
     }
@@ -250,6 +260,11 @@ impl PeerShell {
 }
 
 impl State {
+    /// The peer's known life has the link, or may come back to its session.
+    fn held(&self) -> bool {
+        self.link.is_some() || self.resume_until.is_some()
+    }
+
     /// The link is gone.
     fn lost(&mut self) {
         let now = Instant::now();

@@ -61,21 +61,51 @@ pub async fn a_stale_incarnation_is_refused<H: Harness>() {
     let b = start(&harness, &all[1]).await;
     linked(&a, "b").await;
     b.shutdown().await;
-    // An older life, and another process with the same number.
-    for (incarnation, life) in [(4, 7), (5, 7)] {
-        all[1].incarnation = Incarnation(incarnation);
-        all[1].life = life;
-        let old = start_again(&harness, &all[1]).await;
-        let told = || old.peers()[0].last_error.clone().unwrap_or_default();
-        eventually("the old life is told", || told().contains("incarnation refused")).await;
-        assert!(told().contains("knows b #5"), "{}", told());
-        assert!(!is_up(&a, "b"));
-        old.shutdown().await;
-    }
+    (all[1].incarnation, all[1].life) = (Incarnation(4), 7);
+    let old = start_again(&harness, &all[1]).await;
+    let told = || old.peers()[0].last_error.clone().unwrap_or_default();
+    eventually("the old life is told", || told().contains("incarnation refused")).await;
+    assert!(told().contains("knows b #5"), "{}", told());
+    assert!(!is_up(&a, "b"));
+    old.shutdown().await;
     all[1].incarnation = Incarnation(6);
     let b = start_again(&harness, &all[1]).await;
     linked(&a, "b").await;
     drop(b);
+}
+
+/// `a` is the head and knows `b`; `c` has met the second `b` first. That one waits, also for `c`,
+/// until the first is gone.
+pub async fn a_process_started_twice_does_not_keep_the_first_out<H: Harness>() {
+    let harness = H::new();
+    let mut all = options(&harness, &["a", "b", "c"]);
+    all.iter_mut().for_each(|o| o.head = Some(name("a")));
+    let mut second = all[1].clone();
+    second.life += 1;
+    second.listen = harness.addresses(&["elsewhere"]).remove(0);
+    // It does not find the head at first.
+    second.peers.insert(name("a"), harness.addresses(&["nowhere"]));
+    let (c, second) = (start(&harness, &all[2]).await, start(&harness, &second).await);
+    linked(&c, "b").await;
+    let (a, b) = (start(&harness, &all[0]).await, start(&harness, &all[1]).await);
+    linked(&a, "b").await;
+    let told = |node: &Node, by: &str| {
+        let peer = node.peers().into_iter().find(|peer| peer.node == name(by));
+        peer.and_then(|peer| peer.last_error).unwrap_or_default()
+    };
+    let refused = "incarnation of another process refused";
+    eventually("c refuses the first", || told(&b, "c").contains(refused)).await;
+
+    second.add_peer(name("a"), vec![all[0].listen.clone()]);
+    eventually("a refuses the second", || told(&second, "a").contains(refused)).await;
+    linked(&b, "c").await;
+    let (_export, to, _) = echo(&b, "x");
+    assert_eq!(ask(&c, &to, Ask::Echo(vec![1])).await, Ok(vec![1]));
+    assert!(is_up(&a, "b") && !is_up(&second, "a") && !is_up(&second, "c"));
+
+    b.shutdown().await;
+    linked(&second, "a").await;
+    linked(&second, "c").await;
 }
 
 pub async fn another_cluster_or_schema_is_refused_by_name<H: Harness>() {

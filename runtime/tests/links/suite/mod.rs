@@ -29,6 +29,7 @@ macro_rules! suite_for {
             lives a_cast_to_a_peer_that_is_down_fails_at_once
             lives a_higher_incarnation_takes_over_at_once
             lives a_stale_incarnation_is_refused
+            lives a_process_started_twice_does_not_keep_the_first_out
             lives another_cluster_or_schema_is_refused_by_name
             lives a_node_that_is_not_listed_is_refused
             lives a_short_partition_fails_no_call
