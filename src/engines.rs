@@ -8,16 +8,17 @@ use std::fmt::Display;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use dunlin_actors::engines::{Engines, ModelShape};
+use dunlin_actors::engines::{BuildError, Engines, ModelShape};
 use dunlin_actors::messages::{DeviceDescription, NodeDescription};
 use dunlin_backend::Backend;
 use dunlin_cpu::{CpuBackend, CpuError, CpuOptions, Precision};
 use dunlin_model::engine::{Engine, StageSpec};
+use dunlin_model::error::LoadError;
 use dunlin_model::hash_engine::{HashEngine, HashSpec};
 use dunlin_model::loader::ModelFiles;
 use dunlin_model::manifest::Manifest;
 use dunlin_model::split::{plan_split, split_layers};
-use dunlin_model::stage::{Changed, StageWeights, kv_block_bytes, stage_bytes};
+use dunlin_model::stage::{Changed, StageError, StageWeights, kv_block_bytes, stage_bytes};
 use dunlin_model::transformer::TransformerEngine;
 use dunlin_wgpu::{WgpuBackend, WgpuError};
 
@@ -123,7 +124,7 @@ trait Holder: Send + Sync {
     /// `limit` bytes are all that it may use.
     fn describe(&self, id: &str, limit: Option<u64>) -> DeviceDescription;
     /// Makes a shard's engine, with the weights that are there if they are the stage's.
-    fn build(&self, files: &ModelFiles, spec: &StageSpec) -> Result<Box<dyn Engine>, String>;
+    fn build(&self, files: &ModelFiles, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError>;
 }
 
 /// A device with the weights that it holds, kept over restarts of its shard. A device that broke is
@@ -180,7 +181,7 @@ impl<B: Backend> State<B> {
         &mut self,
         files: &ModelFiles,
         spec: &StageSpec,
-    ) -> Result<Arc<StageWeights<B>>, String> {
+    ) -> Result<Arc<StageWeights<B>>, BuildError> {
         let part = Part {
             layers: spec.layers.clone(),
             first: spec.first,
@@ -206,7 +207,10 @@ impl<B: Backend> State<B> {
         self.loaded = None;
         metrics::counter!("dunlin_weights_reload_total", "avoided" => "false").increment(1);
         let weights = StageWeights::load(self.backend.as_ref(), files, spec);
-        let weights = Arc::new(weights.map_err(|e| e.to_string())?);
+        let weights = Arc::new(weights.map_err(|error| match &error {
+            StageError::Load(LoadError::Changed { .. }) => BuildError::Weights(error.to_string()),
+            _ => BuildError::Other(error.to_string()),
+        })?);
         let bytes = weights.bytes(self.backend.as_ref());
         self.loaded = Some(Loaded { part, weights: weights.clone(), bytes });
         Ok(weights)
@@ -224,7 +228,7 @@ impl<B: Backend> Holder for Held<B> {
         DeviceDescription { id: id.to_string(), description, total_bytes: total, free_bytes }
     }
 
-    fn build(&self, files: &ModelFiles, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
+    fn build(&self, files: &ModelFiles, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError> {
         let mut state = self.state();
         if (self.broken)(&state.backend) {
             tracing::warn!(device = %state.backend.info().id, "opening a broken device anew");
@@ -252,10 +256,10 @@ impl Engines for ModelEngines {
         &self.shape
     }
 
-    fn build(&self, device: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
+    fn build(&self, device: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError> {
         let known = self.devices.get(device);
         let on = known.ok_or_else(|| format!("this node has no device {device}"))?;
-        on.build(&self.shape.files, spec).map_err(|e| format!("device {device}: {e}"))
+        on.build(&self.shape.files, spec).map_err(|error| error.at(&format!("device {device}")))
     }
 }
 
@@ -376,7 +380,7 @@ impl Engines for HashEngines {
         &self.shape
     }
 
-    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
+    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError> {
         let engine = HashEngine::new(self.shape.0.clone(), spec.clone());
         Ok(Box::new(engine.map_err(|e| e.to_string())?))
     }

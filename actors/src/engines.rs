@@ -12,7 +12,33 @@ pub trait Engines: Send + Sync + 'static {
     fn shape(&self) -> &dyn ModelShape;
     /// Builds the engine of one shard. Blocking and possibly slow: called off the tokio workers.
     /// The error names the device and the numbers that did not fit.
-    fn build(&self, device: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String>;
+    fn build(&self, device: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError>;
+}
+
+/// Why there is no engine.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum BuildError {
+    /// A tensor is not what it was when its file was first read.
+    #[error("{0}")]
+    Weights(String),
+    #[error("{0}")]
+    Other(String),
+}
+
+impl From<String> for BuildError {
+    fn from(text: String) -> Self {
+        BuildError::Other(text)
+    }
+}
+
+impl BuildError {
+    /// Says before the text where it happened.
+    pub fn at(self, place: &str) -> Self {
+        match self {
+            BuildError::Weights(text) => BuildError::Weights(format!("{place}: {text}")),
+            BuildError::Other(text) => BuildError::Other(format!("{place}: {text}")),
+        }
+    }
 }
 
 /// Where a node's blocking work runs: describing devices, building engines, steps.

@@ -41,6 +41,14 @@ pub const PLAN_MISMATCH: &str = "plan.mismatch";
 pub const AUDIT_FAILED: &str = "audit.failed";
 /// A KV block does not hold what its table claims: `subject` where, `key` the request.
 pub const KV_MISMATCH: &str = "kv.mismatch";
+/// A shard has reserved device memory: `subject` `REPLICA/STAGE/RANK`, `key` the bytes of its
+/// weights, KV blocks and workspace, `value` the device's free bytes before.
+pub const MEMORY_RESERVED: &str = "memory.reserved";
+/// A stage's weights were loaded: `subject` which layers of which rank on which device, `key` a hash
+/// over all matrices as they lie there, `value` their bytes.
+pub const WEIGHTS_LOADED: &str = "weights.loaded";
+/// Weights were not what they must be, and the load was refused: `subject` which and why.
+pub const WEIGHTS_REFUSED: &str = "weights.refused";
 /// A drain began or ended: `subject` `begun` or `ended`, `value` requests left.
 pub const DRAIN: &str = "node.drain";
 

@@ -1,6 +1,6 @@
 //! The hash engine on every device of a node: [`Engines`] for clusters without a model.
 
-use crate::engines::{Engines, ModelShape};
+use crate::engines::{BuildError, Engines, ModelShape};
 use crate::messages::{DeviceDescription, NodeDescription};
 use dunlin_model::engine::{Engine, StageSpec};
 use dunlin_model::hash_engine::{HashEngine, HashSpec};
@@ -41,7 +41,7 @@ impl Engines for HashEngines {
         &self.shape
     }
 
-    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
+    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError> {
         let engine = HashEngine::new(self.shape.0.clone(), spec.clone());
         Ok(Box::new(engine.map_err(|e| e.to_string())?))
     }

@@ -8,18 +8,13 @@ use dunlin_runtime::faults::names;
 
 /// Facts that checkers know, beyond what runtime and actors tell by themselves.
 pub mod wanted {
-    pub use dunlin_actors::facts::KV_MISMATCH;
-    /// A stage's weights were loaded: `subject` `REPLICA/STAGE/RANK`, `key` the hash's first 8
-    /// bytes, `value` the tensors.
-    pub const WEIGHTS_LOADED: &str = "weights.loaded";
-    /// A tensor's hash was not the manifest's and the load was refused: `subject` which.
-    pub const WEIGHTS_REFUSED: &str = "weights.refused";
+    pub use dunlin_actors::facts::{KV_MISMATCH, WEIGHTS_LOADED, WEIGHTS_REFUSED};
     /// A draft window was verified: `key` the request, `value` the tokens that it committed.
     pub const DRAFT_VERIFIED: &str = "draft.verified";
 }
 
 /// Every fact that a trigger may name.
-pub const EVENTS: [&str; 30] = [
+pub const EVENTS: [&str; 31] = [
     names::PEER_UP,
     names::PEER_DOWN,
     names::FRAME_REFUSED,
@@ -45,6 +40,7 @@ pub const EVENTS: [&str; 30] = [
     facts::STALE_REFUSED,
     facts::PLAN_MISMATCH,
     facts::AUDIT_FAILED,
+    facts::MEMORY_RESERVED,
     facts::DRAIN,
     wanted::KV_MISMATCH,
     wanted::WEIGHTS_LOADED,

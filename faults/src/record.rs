@@ -5,7 +5,7 @@
 
 use crate::fault::{Expect, Fault, Kind, Mode};
 use serde::{Deserialize, Serialize};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 /// One run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -21,6 +21,9 @@ pub struct Record {
     pub requests: BTreeMap<u64, RequestInfo>,
     pub faults: Vec<FaultRun>,
     pub events: Vec<Event>,
+    /// Nodes that the heal left broken (`heal = "core"`): liveness is asked of the others.
+    #[serde(default)]
+    pub outside: BTreeSet<String>,
     /// What was held after the settle phase, with no request open; `None` if it never settled.
     pub rest: Option<Rest>,
     /// "No runnable event and an open request": who waits for whom.
@@ -166,11 +169,10 @@ pub struct PlacedShard {
 
 /// Names of [`What::Gauge`]s that checkers read.
 pub mod gauges {
-    /// Bytes in use by weights, KV and workspace, and what was reserved for them at load.
+    /// Bytes that a node's process has to itself, and what it has reserved: its own part, and each
+    /// shard's weights, KV and workspace. What was free for those is in the fact `memory.reserved`.
     pub const MEMORY_USED: &str = "memory.used";
     pub const MEMORY_RESERVED: &str = "memory.reserved";
-    /// Bytes that were free when the reservation was made.
-    pub const MEMORY_FREE: &str = "memory.free_at_load";
     /// `queue.NAME` is held to the `limit.NAME` of the same node.
     pub const QUEUE: &str = "queue.";
     pub const LIMIT: &str = "limit.";

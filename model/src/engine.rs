@@ -195,6 +195,12 @@ pub trait Engine: Send {
         Ok(())
     }
 
+    /// What was loaded: a hash over every matrix as it lies in device memory, and their bytes.
+    /// `None` where nobody sums them up.
+    fn weights(&self) -> Option<(u64, u64)> {
+        None
+    }
+
     /// Fault injection: flips bit `bit` (modulo its size) of the KV entry of local layer `layer` at
     /// `slot` of `block`.
     fn flip_kv(

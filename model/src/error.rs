@@ -27,6 +27,9 @@ pub enum LoadError {
     Config { path: PathBuf, key: String, reason: String },
     #[error("{path}: tensor '{tensor}' {reason}")]
     Tensor { path: PathBuf, tensor: String, reason: String },
+    /// Its bytes are not what they were when the file was first read.
+    #[error("{path}: tensor '{tensor}' {reason}")]
+    Changed { path: PathBuf, tensor: String, reason: String },
     #[error("{path}: tokenizer: {reason}")]
     Tokenizer { path: PathBuf, reason: String },
 }

@@ -151,6 +151,11 @@ impl Engine for HashEngine {
         Ok(StageOutput::Sampled(drawn))
     }
 
+    fn weights(&self) -> Option<(u64, u64)> {
+        let hash = self.weights.iter().fold(0, |hash, word| mix(hash ^ word));
+        Some((hash, size_of_val(self.weights.as_slice()) as u64))
+    }
+
     fn verify(&self) -> Result<(), EngineError> {
         let Some(layer) = self.weights.iter().position(|w| *w != 0) else { return Ok(()) };
         let tensor = format!("layer {}", self.stage.layers.start + layer);

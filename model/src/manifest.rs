@@ -94,15 +94,15 @@ impl Manifest {
         let found = hash(&tensor.data);
         match self.tensors.get(&tensor.name) {
             Some(right) if *right == found => Ok(()),
-            Some(right) => Err(LoadError::tensor(
-                path,
-                &tensor.name,
-                format!(
-                    "has changed: BLAKE3 {found}, at first it was {right}; fetch the file again, or \
-                     delete '{}' if it was replaced on purpose",
+            Some(right) => Err(LoadError::Changed {
+                path: path.to_owned(),
+                tensor: tensor.name.clone(),
+                reason: format!(
+                    "has changed: BLAKE3 {found}, at first it was {right}; fetch the file again, \
+                     or delete '{}' if it was replaced on purpose",
                     Self::path(path).display()
                 ),
-            )),
+            }),
             None => Err(LoadError::tensor(path, &tensor.name, "is not in the manifest")),
         }
     }

@@ -184,6 +184,21 @@ impl<B: Backend> StageWeights<B> {
         Ok(())
     }
 
+    /// A hash over the names and sums of all matrices, as they were loaded; `None` where the backend
+    /// sums up none of them.
+    pub fn fingerprint(&self) -> Option<u64> {
+        let mut hash = blake3::Hasher::new();
+        let mut any = false;
+        for (name, sum) in &self.loaded {
+            hash.update(&(name.len() as u64).to_le_bytes()).update(name.as_bytes());
+            hash.update(&sum.unwrap_or_default().to_le_bytes());
+            any |= sum.is_some();
+        }
+        let mut first = [0; 8];
+        hash.finalize_xof().fill(&mut first);
+        any.then(|| u64::from_le_bytes(first))
+    }
+
     /// Whether these are the weights that `stage` computes with.
     pub fn serve(&self, stage: &StageSpec) -> bool {
         let part = |s: &StageSpec| (s.layers.clone(), s.first, s.last, s.rank, s.ranks);

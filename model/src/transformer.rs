@@ -92,6 +92,10 @@ impl<B: Backend> Engine for TransformerEngine<B> {
         Ok(StageOutput::Hidden(hidden))
     }
 
+    fn weights(&self) -> Option<(u64, u64)> {
+        Some((self.weights.fingerprint()?, self.weights.bytes(self.backend.as_ref())))
+    }
+
     fn verify(&self) -> Result<(), EngineError> {
         self.weights.verify(self.backend.as_ref()).map_err(|changed| {
             let Changed { tensor, was, is } = changed;

@@ -3,7 +3,7 @@
 
 use super::core::{Input, Intensity, Output, Placement, Replan};
 use super::planner::{PlanError, PlanLimits, ReplicaWant, plan, plan_by_itself};
-use crate::engines::{Engines, ModelShape};
+use crate::engines::{BuildError, Engines, ModelShape};
 use crate::messages::*;
 use dunlin_model::engine::{Engine, StageSpec};
 use dunlin_runtime::{Incarnation, NodeName, Peer};
@@ -52,8 +52,8 @@ impl Engines for Toy {
     fn shape(&self) -> &dyn ModelShape {
         &Shape
     }
-    fn build(&self, _: &str, _: &StageSpec) -> Result<Box<dyn Engine>, String> {
-        Err("placement builds no engine".into())
+    fn build(&self, _: &str, _: &StageSpec) -> Result<Box<dyn Engine>, BuildError> {
+        Err(BuildError::Other("placement builds no engine".into()))
     }
 }
 

@@ -5,9 +5,9 @@
 //! step stays until the next one begins, since simulations run a step more than once.
 
 use super::checked::CheckedEngine;
-use crate::engines::{Compute, Engines};
-use crate::facts::KV_MISMATCH;
-use crate::messages::ReplicaPlan;
+use crate::engines::{BuildError, Compute, Engines};
+use crate::facts::{KV_MISMATCH, MEMORY_RESERVED, WEIGHTS_LOADED, WEIGHTS_REFUSED};
+use crate::messages::{ReplicaPlan, ShardPlace};
 use dunlin_backend::BackendError;
 use dunlin_model::engine::{
     Batch, BatchSeq, Collective, Engine, EngineError, Flip, StageOutput, StageSpec,
@@ -46,16 +46,25 @@ pub async fn build(
         }
         _ => {}
     }
+    told.reserving(engines, plan, index);
     let (make, spec) = (engines.clone(), place.spec.clone());
     let built = compute.blocking(move || make.build(&place.device, &spec)).await;
-    let mut engine = built.map_err(|panic| format!("{who}: building the engine: {panic}"))??;
+    let built = built.map_err(|panic| format!("{who}: building the engine: {panic}"))?;
+    if let Err(BuildError::Weights(text)) = &built {
+        told.fact(WEIGHTS_REFUSED, || format!("{who}: {text}"), (0, 0));
+    }
+    let mut engine = built.map_err(|error| error.to_string())?;
     if let Some(Action::FlipWeight { index, bit }) = action {
         match engine.flip_weight(index, bit) {
-            Ok(flip) => told.flipped(&flip),
+            Ok(flip) => told.flipped(&format!("{who}: loading stage {stage}: "), &flip),
             Err(error) => tracing::warn!(who, %error, "a fault has no effect"),
         }
-        engine.verify().map_err(|error| format!("{who}: {error}"))?;
+        if let Err(error) = engine.verify() {
+            told.fact(WEIGHTS_REFUSED, || format!("{who}: {error}"), (0, 0));
+            return Err(format!("{who}: {error}"));
+        }
     }
+    told.loaded(engine.as_ref(), &plan.shards[index]);
     Ok(engine)
 }
 
@@ -182,11 +191,11 @@ impl FaultyEngine {
                 let layer = local(self.inner.stage(), *layer);
                 let block = seq.blocks.get(position / size).copied().unwrap_or_default();
                 let flip = self.inner.flip_kv(layer, block, position % size, *bit)?;
-                self.told.flipped(&flip);
+                self.told.flipped("", &flip);
             }
             Action::FlipWeight { index, bit } => {
                 let flip = self.inner.flip_weight(*index, *bit)?;
-                self.told.flipped(&flip);
+                self.told.flipped("", &flip);
             }
             Action::NotFinite { request } => {
                 find(batch, *request)?;
@@ -345,17 +354,47 @@ impl Told {
         Self { faults: node.faults().clone(), node: node.name().clone() }
     }
 
-    fn done(&self, proof: &str, (key, value): (u64, u64)) {
-        let (node, subject) = (self.node.clone(), proof.to_string());
-        self.faults.tell(|| Fact { node, name: FAULT_DONE, subject, key, value });
+    fn fact(&self, name: &'static str, subject: impl FnOnce() -> String, (key, value): (u64, u64)) {
+        let node = || self.node.clone();
+        self.faults.tell(|| Fact { node: node(), name, subject: subject(), key, value });
+    }
+
+    fn done(&self, proof: &str, numbers: (u64, u64)) {
+        self.fact(FAULT_DONE, || proof.to_string(), numbers);
     }
 
     /// Told only where what was read back differs.
-    fn flipped(&self, flip: &Flip) {
+    fn flipped(&self, at: &str, flip: &Flip) {
         let Flip { place, before, after } = flip;
         if before != after {
-            self.done(&format!("{place}: {before:x} before, {after:x} after"), (*before, *after));
+            let proof = format!("{at}{place}: {before:x} before, {after:x} after");
+            self.done(&proof, (*before, *after));
         }
+    }
+
+    /// What the shard takes of its device, and what the device has.
+    fn reserving(&self, engines: &Arc<dyn Engines>, plan: &ReplicaPlan, index: usize) {
+        if !self.faults.is_armed() {
+            return;
+        }
+        let place = &plan.shards[index];
+        let (shape, spec) = (engines.shape(), &place.spec);
+        let kv = shape.kv_block_bytes(spec).saturating_mul(spec.kv_blocks as u64);
+        let bytes = shape.stage_bytes(spec).saturating_add(kv);
+        let devices = engines.describe().devices;
+        let own = devices.iter().find(|device| device.id == place.device);
+        let free = own.map_or(0, |device| device.free_bytes);
+        let subject = || format!("{}/{}/{}", plan.replica, place.stage, spec.rank);
+        self.fact(MEMORY_RESERVED, subject, (bytes, free));
+    }
+
+    fn loaded(&self, engine: &dyn Engine, place: &ShardPlace) {
+        let Some(numbers) = engine.weights().filter(|_| self.faults.is_armed()) else { return };
+        let subject = || {
+            let StageSpec { layers, rank, ranks, .. } = &place.spec;
+            format!("layers {layers:?} of rank {rank}/{ranks} on {}/{}", place.node, place.device)
+        };
+        self.fact(WEIGHTS_LOADED, subject, numbers);
     }
 }
 

@@ -1,6 +1,6 @@
 //! The hash engine behind the actors' seam, with faults for chosen requests, and its oracle.
 
-use dunlin_actors::engines::{Engines, ModelShape};
+use dunlin_actors::engines::{BuildError, Engines, ModelShape};
 use dunlin_actors::messages::{DeviceDescription, NodeDescription, Request};
 use dunlin_model::engine::{
     Alone, Batch, BatchSeq, Collective, Engine, EngineError, Flip, SampleFailure, SampleSpec,
@@ -86,7 +86,7 @@ impl Engines for TestEngines {
         self.shape.as_ref()
     }
 
-    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, String> {
+    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError> {
         let inner = HashEngine::new(self.shape.0.clone(), spec.clone());
         let inner = inner.map_err(|error| error.to_string())?;
         self.built.fetch_add(1, Ordering::SeqCst);

@@ -135,10 +135,8 @@ impl<'a> Case<'a> {
         self.record.faults.iter().filter_map(|run| Some((run.began_us?, run)))
     }
 
-    /// Until when a fault may show: its end, or the heal where it has none.
     pub fn until(&self, run: &FaultRun) -> u64 {
-        let own = run.ended_us.or(run.began_us.zip(run.fault.lasts_us).map(|(a, b)| a + b));
-        own.unwrap_or(self.record.phases.chaos_us)
+        until(self.record, run)
     }
 
     /// Does the fault lie on this node, by its target?
@@ -180,6 +178,12 @@ impl<'a> Case<'a> {
             kinds.contains(&run.kind()) && began <= to && self.until(run).max(began) >= from
         })
     }
+}
+
+/// Until when a fault may show: its end, or the heal where it has none.
+pub(super) fn until(record: &Record, run: &FaultRun) -> u64 {
+    let own = run.ended_us.or(run.began_us.zip(run.fault.lasts_us).map(|(a, b)| a + b));
+    own.unwrap_or(record.phases.chaos_us)
 }
 
 fn index<'a>(event: &'a Event, streams: &mut BTreeMap<u64, Stream<'a>>, facts: &mut Vec<Fact<'a>>) {

@@ -1,9 +1,9 @@
 //! Who may fail: E1 holds each fault to its `expect`, I21 keeps faults from reaching others.
 
 use super::Found;
-use super::case::{Case, Stream};
+use super::case::{Case, Stream, until};
 use crate::fault::{Expect, Kind, Target};
-use crate::record::FaultRun;
+use crate::record::{FaultRun, Record, What};
 use dunlin_runtime::faults::names::PEER_DOWN;
 use std::collections::BTreeSet;
 
@@ -108,9 +108,15 @@ pub(super) fn containment(case: &Case<'_>, found: &mut Found) {
     }
 }
 
-/// A peer that is given up needs a fault that takes it, its link or its actors away; being slow,
-/// far or asked too much is none.
 pub(super) fn no_false_death(case: &Case<'_>, found: &mut Found) {
+    for (us, node, peer) in false_deaths(case.record) {
+        found.add("gave-up", us, None, format!("{node} gave {peer} up"));
+    }
+}
+
+/// A peer that is given up needs a fault that takes it, its link or its actors away; being slow,
+/// far or asked too much is none. When, who, whom.
+pub fn false_deaths(record: &Record) -> impl Iterator<Item = (u64, &str, &str)> {
     use Kind::*;
     let slow = |kind: Kind| {
         matches!(
@@ -125,16 +131,18 @@ pub(super) fn no_false_death(case: &Case<'_>, found: &mut Found) {
                 | ClockJump
         ) || kind.name().starts_with("client.")
     };
-    for fact in case.facts_of(PEER_DOWN) {
-        let explained = case.fired().any(|(began, run)| {
-            !slow(run.kind())
-                && began <= fact.us
-                && fact.us <= case.until(run).max(began) + AFTERMATH_US
-        });
+    let explained = move |us: u64| {
+        record.faults.iter().filter_map(|run| Some((run.began_us?, run))).any(|(began, run)| {
+            !slow(run.kind()) && began <= us && us <= until(record, run).max(began) + AFTERMATH_US
+        })
+    };
+    record.events.iter().filter_map(move |event| match &event.what {
         // While nodes are taken down for good, after the settle phase, nobody is wrong about it.
-        if !explained && fact.us < case.record.phases.settle_us {
-            let what = format!("{} gave {} up", fact.node, fact.subject);
-            found.add("gave-up", fact.us, None, what);
+        What::Fact { node, name, subject, .. }
+            if name == PEER_DOWN && event.us < record.phases.settle_us && !explained(event.us) =>
+        {
+            Some((event.us, node.as_str(), subject.as_str()))
         }
-    }
+        _ => None,
+    })
 }

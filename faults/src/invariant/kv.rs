@@ -5,7 +5,9 @@ use super::case::Case;
 use crate::events::wanted::KV_MISMATCH;
 use crate::fault::{Expect, Kind, Mode};
 use crate::record::{What, gauges};
-use dunlin_actors::facts::{AUDIT_FAILED, PREEMPTED, PREFIX_HIT, REQUEST_REPLAYED};
+use dunlin_actors::facts::{
+    AUDIT_FAILED, MEMORY_RESERVED, PREEMPTED, PREFIX_HIT, REQUEST_REPLAYED,
+};
 use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) fn conservation(case: &Case<'_>, found: &mut Found) {
@@ -47,24 +49,22 @@ pub(super) fn quiesce_clean(case: &Case<'_>, found: &mut Found) {
 }
 
 pub(super) fn memory_bound(case: &Case<'_>, found: &mut Found) {
+    for fact in case.facts_of(MEMORY_RESERVED).filter(|fact| fact.key > fact.value) {
+        let (node, shard, bytes, free) = (fact.node, fact.subject, fact.key, fact.value);
+        let what = format!("{node}: {shard} reserved {bytes} bytes, its device had {free} free");
+        found.add("over-free", fact.us, None, what);
+    }
     let mut books: BTreeMap<(&str, &str), f64> = BTreeMap::new();
     for event in &case.record.events {
         let What::Gauge { node, name, value } = &event.what else { continue };
         books.insert((node, name), *value);
         let of = |name| books.get(&(node.as_str(), name)).copied();
         let used = of(gauges::MEMORY_USED);
-        let (reserved, free) = (of(gauges::MEMORY_RESERVED), of(gauges::MEMORY_FREE));
-        if let (Some(used), Some(reserved)) = (used, reserved)
+        if let (Some(used), Some(reserved)) = (used, of(gauges::MEMORY_RESERVED))
             && used > reserved
         {
             let what = format!("{node} uses {used:.0} of {reserved:.0} reserved bytes");
             found.add("over-reserved", event.us, None, what);
-        }
-        if let (Some(reserved), Some(free)) = (reserved, free)
-            && reserved > free
-        {
-            let what = format!("{node} reserved {reserved:.0} bytes, {free:.0} were free");
-            found.add("over-free", event.us, None, what);
         }
     }
 }

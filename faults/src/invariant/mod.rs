@@ -1,7 +1,8 @@
 //! What must hold, read from the record of a run.
 //!
 //! Safety (`I1` ... `I23`) holds at every step, under all faults, also beyond the tolerance;
-//! liveness (`L1` ... `L6`) once all is healed; `E1` holds each fault to its `expect`, `E2` is checked where a plan asks. A checker
+//! liveness (`L1` ... `L6`) once all is healed (or the core alone, see [`crate::heal`]); `E1` holds
+//! each fault to its `expect`, `E2` is checked where a plan asks. A checker
 //! reads a [`Case`] and lists every [`Breach`]; it knows nothing of modes, and a fact that a mode
 //! does not tell breaks nothing.
 
@@ -240,4 +241,5 @@ pub static ALL: [Invariant; 31] = [
 ];
 
 pub use self::control::same_without_clock;
+pub use self::expectation::false_deaths;
 pub(crate) use self::stream::diverges;

@@ -142,7 +142,7 @@ impl Run {
     }
 
     /// `INVARIANT/slug` of each breach, once.
-    fn slugs(&self) -> Vec<String> {
+    pub fn slugs(&self) -> Vec<String> {
         let mut slugs: Vec<String> = Vec::new();
         for breach in self.breaches() {
             let slug = format!("{}/{}", breach.invariant, breach.slug);
@@ -171,6 +171,7 @@ pub(crate) fn good() -> Run {
         requests: BTreeMap::new(),
         faults: vec![],
         events: vec![],
+        outside: Default::default(),
         rest: None,
         stuck: None,
         trace_hash: Some("0".into()),
@@ -345,8 +346,8 @@ const BROKEN: &[Broken] = &[
         run.gauge(3_000_001, "a", gauges::MEMORY_USED, 101.0);
     }),
     ("I9/over-free", |run| {
-        run.gauge(3_000_000, "a", gauges::MEMORY_RESERVED, 100.0);
-        run.gauge(3_000_001, "a", gauges::MEMORY_FREE, 99.0);
+        run.fact(3_000_000, "a", facts::MEMORY_RESERVED, "r0/0/0", 100, 100);
+        run.fact(3_000_001, "a", facts::MEMORY_RESERVED, "r0/0/0", 101, 100);
     }),
     ("I10/mismatch", |run| run.fact(3_000_000, "a", wanted::KV_MISMATCH, "block 3", 101, 0)),
     ("I10/unnoticed", |run| run.fault("swap", Kind::KvSwap, 3_000_000, Expect::Refused)),
@@ -406,6 +407,18 @@ const BROKEN: &[Broken] = &[
     ("I19/other-weights", |run| {
         run.fact(1_000, "a", wanted::WEIGHTS_LOADED, "r0/0/0", 7, 30);
         run.fact(3_000_000, "a", wanted::WEIGHTS_LOADED, "r0/0/0", 8, 30);
+    }),
+    ("I19/taken", |run| {
+        run.fault("flip", Kind::BitsWeight, 3_000_000, Expect::Refused);
+        let proof = "node a: device cpu: loading stage 0: weight of layer 3: 0 before, 8 after";
+        run.record.faults[1].proof = Some(proof.into());
+    }),
+    ("I17/over-limit", |run| {
+        // Three open at once, where two are allowed.
+        run.resolved.cluster.set.push(("limits.max_open_requests".into(), "2".into()));
+        for key in 200..203 {
+            run.fact(3_000_000, "front", facts::REQUEST_ACCEPTED, "", key, 8);
+        }
     }),
     ("I20/other-model", |run| {
         run.record.env.insert("model".into(), "another".into());

@@ -3,9 +3,11 @@
 use super::Found;
 use super::case::Case;
 use crate::record::{What, gauges};
-use dunlin_actors::facts::{DRAIN, REPLICA_DOWN, REQUEST_REPLAYED, TOKEN_DELIVERED};
+use dunlin_actors::facts::{
+    DRAIN, REPLICA_DOWN, REQUEST_ACCEPTED, REQUEST_ENDED, REQUEST_REPLAYED, TOKEN_DELIVERED,
+};
 use dunlin_runtime::faults::names::{ACTOR_RESTARTED, ESCALATED, PEER_DOWN};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 pub(super) fn restart_intensity(case: &Case<'_>, found: &mut Found) {
     let options = case.options();
@@ -79,6 +81,7 @@ pub(super) fn bounded_work(case: &Case<'_>, found: &mut Found) {
 }
 
 pub(super) fn bounded_queues(case: &Case<'_>, found: &mut Found) {
+    open_requests(case, found);
     let mut limits: BTreeMap<(&str, &str), f64> = BTreeMap::new();
     for event in &case.record.events {
         match &event.what {
@@ -101,6 +104,30 @@ pub(super) fn bounded_queues(case: &Case<'_>, found: &mut Found) {
                 }
             }
             _ => {}
+        }
+    }
+}
+
+/// The router never has more requests open than the cluster file allows.
+fn open_requests(case: &Case<'_>, found: &mut Found) {
+    let most = case.config.as_ref().map_or(usize::MAX, |c| c.limits.max_open_requests as usize);
+    let losses = case.head_losses();
+    let mut open: BTreeSet<u64> = BTreeSet::new();
+    let mut last = 0;
+    for fact in &case.facts {
+        // A new router knows none.
+        if losses.iter().any(|us| (last..=fact.us).contains(us)) {
+            open.clear();
+        }
+        last = fact.us + 1;
+        match fact.name {
+            REQUEST_ACCEPTED => _ = open.insert(fact.key),
+            REQUEST_ENDED => _ = open.remove(&fact.key),
+            _ => continue,
+        }
+        if open.len() > most {
+            let what = format!("{} requests are open, {most} are allowed", open.len());
+            return found.add("over-limit", fact.us, case.number(fact.key), what);
         }
     }
 }
