@@ -14,6 +14,8 @@ pub mod coverage;
 pub mod draw;
 pub mod events;
 pub mod fault;
+pub mod gauges;
+pub mod heal;
 pub mod invariant;
 pub mod measure;
 pub mod plan;

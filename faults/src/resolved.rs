@@ -75,7 +75,7 @@ pub struct PhaseSpec {
 pub enum Heal {
     #[default]
     All,
-    /// Only what tolerance needs: faults that it would mask stay.
+    /// Only what tolerance needs: faults that it would mask stay; see [`crate::heal`].
     Core,
 }
 

@@ -6,7 +6,7 @@
 use crate::fault::{Edge, Fault, Trigger, site_is};
 use dunlin_actors::facts::{STEP_PLANNED, TOKEN_DELIVERED};
 use dunlin_runtime::Site;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 #[derive(Debug)]
 pub struct Schedule {
@@ -179,12 +179,15 @@ impl Schedule {
         }
     }
 
-    /// The chaos phase is over: what is active ends, and nothing begins any more.
-    pub fn heal(&mut self) -> Vec<Due> {
+    /// The chaos phase is over: what is active ends, but for what `stays` (until its own end, if it
+    /// has one), and nothing begins any more.
+    pub fn heal(&mut self, stays: &BTreeSet<usize>) -> Vec<Due> {
         self.healed = true;
         let mut due = Vec::new();
         for (index, plan) in self.plans.iter_mut().enumerate() {
-            if let State::Active { .. } = plan.state {
+            if let State::Active { .. } = plan.state
+                && !stays.contains(&index)
+            {
                 plan.state = State::Over;
                 due.push(Due::End(index));
             }
@@ -245,7 +248,7 @@ mod tests {
         assert_eq!(schedule.next_us(), Some(110));
         let late = [Due::Begin(1), Due::End(0), Due::Begin(2), Due::End(2)];
         assert_eq!(schedule.tick(1000), late);
-        assert_eq!(schedule.heal(), [Due::End(1)]);
+        assert_eq!(schedule.heal(&BTreeSet::new()), [Due::End(1)]);
         assert_eq!(schedule.next_us(), None);
     }
 
@@ -268,6 +271,7 @@ mod tests {
         schedule.observe(700, "epoch.bumped", "", 0, 0);
         assert_eq!(schedule.tick(700), [Due::Begin(1)]);
         schedule.ended(1, 800);
-        assert_eq!(schedule.heal(), [Due::End(0), Due::End(2)]);
+        assert_eq!(schedule.heal(&BTreeSet::from([2])), [Due::End(0)]);
+        assert_eq!(schedule.heal(&BTreeSet::new()), [Due::End(2)]);
     }
 }

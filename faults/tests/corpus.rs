@@ -82,7 +82,10 @@ fn every_case_that_a_plan_can_say_has_one() {
 #[test]
 fn the_modes_inject_what_the_catalogue_says() {
     for kind in Kind::ALL {
-        let said = row(kind).in_mode(Mode::Process);
-        assert_eq!(dunlin_faults::process::can_inject(kind), said, "{}", kind.name());
+        let said = |mode| row(kind).in_mode(mode);
+        let process = dunlin_faults::process::can_inject(kind);
+        assert_eq!(process, said(Mode::Process), "{}", kind.name());
+        let sim = dunlin_faults::sim::can_inject(kind);
+        assert_eq!(sim, said(Mode::Sim), "{}", kind.name());
     }
 }

@@ -1,5 +1,6 @@
 //! The cluster under test: a production `cluster.toml` on free ports of this machine, in a
-//! temporary folder, with every node a real process under the supervisor of `dunlin up`.
+//! temporary folder. Every node is a real process under a supervisor of its own, as if each had its
+//! machine and its `dunlin up`: one that is given up takes no other along.
 
 use super::client::Gateway;
 use super::ports::free_port;
@@ -10,10 +11,11 @@ use dunlin_runtime::certs::{bundle_path, ensure};
 use dunlin_runtime::config::{ClusterConfig, EngineSection};
 use dunlin_runtime::procs::{ProcessSpec, Processes, ProcessesSpec};
 use dunlin_runtime::supervise::{Backoff, Intensity};
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::OsString;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::mpsc::UnboundedSender;
 
@@ -40,10 +42,13 @@ pub struct Site {
 /// Running processes. Dropping it kills them all and waits until they are gone.
 pub struct Cluster {
     pub site: Site,
-    processes: Processes,
+    /// By node.
+    processes: parking_lot::Mutex<BTreeMap<String, Arc<Processes>>>,
     notes: UnboundedSender<Note>,
-    pids: std::sync::Arc<parking_lot::Mutex<BTreeSet<u32>>>,
+    pids: Pids,
 }
+
+type Pids = Arc<parking_lot::Mutex<BTreeSet<u32>>>;
 
 impl Site {
     /// Puts the plan's cluster on this machine.
@@ -138,15 +143,10 @@ impl Site {
             let http = self.config.node(name).is_some_and(|node| node.http.is_some());
             (name == self.config.cluster.head.as_str(), http)
         });
-        let faults = vec!["--faults".into(), self.socket.clone().into()];
-        let spec = ProcessesSpec {
-            intensity: self.config.restart.intensity(),
-            backoff: Backoff::default(),
-            processes: nodes.iter().map(|name| self.spec(name, name, faults.clone())).collect(),
-        };
-        let pids = std::sync::Arc::new(parking_lot::Mutex::new(BTreeSet::new()));
-        let processes = run(spec, None, notes.clone(), pids.clone());
-        Cluster { site: self, processes, notes, pids }
+        let cluster =
+            Cluster { site: self, processes: Default::default(), notes, pids: Default::default() };
+        nodes.iter().for_each(|node| cluster.supervise(node));
+        cluster
     }
 
     fn spec(&self, node: &str, log: &str, more: Vec<OsString>) -> ProcessSpec {
@@ -205,19 +205,35 @@ impl Site {
 impl Cluster {
     /// Waits until each process says that it is ready.
     pub async fn ready(&self) -> Result<(), ProcessError> {
-        self.processes
-            .ready()
-            .await
-            .map_err(|e| ProcessError::Start { reason: e.to_string(), story: self.site.story() })
+        let all: Vec<Arc<Processes>> = self.processes.lock().values().cloned().collect();
+        for process in all {
+            process.ready().await.map_err(|e| ProcessError::Start {
+                reason: e.to_string(),
+                story: self.site.story(),
+            })?;
+        }
+        Ok(())
     }
 
-    /// Ends if the processes end by themselves: one has failed too often.
-    pub async fn ended(&self) -> ProcessError {
-        let reason = match self.processes.wait().await {
-            Ok(()) => "the processes were stopped".to_string(),
-            Err(e) => e.to_string(),
+    /// Starts the node's process and keeps it running; [`Note::GaveUp`] says that it was restarted
+    /// too often. Called again for a node that was given up, it starts it anew.
+    pub fn supervise(&self, node: &str) {
+        let faults = vec!["--faults".into(), self.site.socket.clone().into()];
+        let spec = ProcessesSpec {
+            intensity: self.site.config.restart.intensity(),
+            backoff: Backoff::default(),
+            processes: vec![self.site.spec(node, node, faults)],
         };
-        ProcessError::Ended { reason, story: self.site.story() }
+        let processes = Arc::new(run(spec, None, self.notes.clone(), self.pids.clone()));
+        let (notes, name) = (self.notes.clone(), node.to_string());
+        let watched = Arc::downgrade(&processes);
+        self.processes.lock().insert(node.to_string(), processes);
+        tokio::spawn(async move {
+            let Some(ended) = watched.upgrade().map(|processes| processes.ended()) else { return };
+            if let Err(error) = ended.await {
+                let _ = notes.send(Note::GaveUp { node: name, reason: error.to_string() });
+            }
+        });
     }
 
     /// A second process of node `node`, as from a backup of its folder made before it was started,
@@ -259,7 +275,7 @@ impl Cluster {
 
     /// Kills everything and waits until it is gone.
     pub fn kill(&self) {
-        self.processes.kill();
+        self.processes.lock().values().for_each(|processes| processes.kill());
         let end = Instant::now() + GONE_WITHIN;
         loop {
             let left = self.pids.lock().iter().any(|pid| runs(*pid));
@@ -299,7 +315,7 @@ fn run(
     spec: ProcessesSpec,
     twin: Option<String>,
     notes: UnboundedSender<Note>,
-    pids: std::sync::Arc<parking_lot::Mutex<BTreeSet<u32>>>,
+    pids: Pids,
 ) -> Processes {
     let (processes, mut events) = Processes::start(spec);
     tokio::spawn(async move {

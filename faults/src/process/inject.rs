@@ -25,6 +25,8 @@ const PATIENCE: Duration = Duration::from_secs(60);
 const SLOW_CYCLE: Duration = Duration::from_millis(24);
 /// How long a node's word may take to reach the runner on a busy machine.
 const LATE: Duration = Duration::from_millis(200);
+/// Of a fault that repeats, so many effects are written down.
+const MOST_PROOFS: usize = 8;
 /// Numbers of requests that faults send begin here.
 pub const EXTRA: u64 = 1_000_000;
 
@@ -116,7 +118,7 @@ pub async fn inject(tools: Tools, story: Story, end: End) {
         ProcessKill | ProcessStop => kill(&tools, &story, end).await,
         ProcessPause => pause(&tools, &story, end).await,
         ProcessSlow => slow(&tools, &story, end).await,
-        ProcessStartFail => start_fail(&tools, &story).await,
+        ProcessStartFail => start_fail(&tools, &story, end).await,
         ControlChurn => churn(&tools, &story).await,
         ControlDupId => twin(&tools, &story, &[], end).await,
         ControlSkew => {
@@ -283,10 +285,10 @@ fn mean(values: &[u64]) -> Option<f64> {
     (!values.is_empty()).then(|| values.iter().sum::<u64>() as f64 / values.len() as f64)
 }
 
-/// Kills the node; its next starts are refused `times` times.
-async fn start_fail(tools: &Tools, story: &Story) {
+/// Kills the node; its next starts are refused `times` times, or until the heal.
+async fn start_fail(tools: &Tools, story: &Story, mut end: End) {
     let fault = &story.fault;
-    let mut proofs = Vec::new();
+    let (mut proofs, mut over) = (Vec::new(), false);
     story.began();
     for node in nodes_of(&fault.target, &tools.nodes) {
         let state = tools.board.read(|seen| seen.nodes.get(&node).cloned()).unwrap_or_default();
@@ -297,19 +299,26 @@ async fn start_fail(tools: &Tools, story: &Story) {
         story.state(&node, "down");
         exit_of(tools, &node, pid).await;
         let want = state.exits.len() + 1 + fault.times as usize;
-        let look = |seen: &BoardSeen| {
-            let exits = &seen.nodes.get(&node)?.exits;
-            (exits.len() >= want)
-                .then(|| exits.iter().skip(state.exits.len() + 1).cloned().collect())
+        let all = |seen: &BoardSeen| {
+            seen.nodes.get(&node).filter(|node| node.exits.len() >= want).map(drop)
         };
-        let refused: Option<Vec<(u32, String)>> = tools.board.wait(PATIENCE, look).await;
+        tokio::select! {
+            biased;
+            _ = tools.board.wait(PATIENCE * 10, all) => {}
+            _ = &mut end, if !over => over = true,
+        }
         tools.hub.disarm(&fault.id);
-        for (pid, how) in refused.unwrap_or_default() {
+        let exits = tools.board.read(|seen| seen.nodes.get(&node).map(|node| node.exits.clone()));
+        let own = exits.unwrap_or_default().into_iter().skip(state.exits.len() + 1);
+        for (pid, how) in own.take(MOST_PROOFS) {
             if how.contains("injected") {
                 proofs.push(format!("{node}: process {pid} {how}"));
             }
         }
-        ready_again(tools, &node, state.readies).await;
+        // Told to end, it leaves the rest to the heal.
+        if !over {
+            ready_again(tools, &node, state.readies).await;
+        }
     }
     if !proofs.is_empty() {
         story.proof(proofs.join("; "));

@@ -15,7 +15,7 @@ use dunlin_actors::messages::{
 };
 use dunlin_actors::{placement, router, scheduler};
 use dunlin_runtime::faults::names::FAULT_DONE;
-use dunlin_runtime::{Action, Fact, FaultHook, Faults, Node, NodeName, Site};
+use dunlin_runtime::{Action, Address, Fact, FaultHook, Faults, Node, NodeName, Site};
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
 use std::io::{BufRead, BufReader, BufWriter, Write};
@@ -264,8 +264,16 @@ impl Shared {
                     };
                     let (shared, node) = (self.clone(), node.clone());
                     runtime.spawn(async move {
-                        let state = Box::new(look(&node, &replicas).await);
+                        let state = Box::new(look(&node, &replicas, true).await);
                         shared.tell(FromNode::Answer { id, state });
+                    });
+                }
+                Ok(ToNode::Sample { replicas }) => {
+                    let Some((node, runtime)) = self.node.get() else { continue };
+                    let (shared, node) = (self.clone(), node.clone());
+                    runtime.spawn(async move {
+                        let state = Box::new(look(&node, &replicas, false).await);
+                        shared.tell(FromNode::Sample { us: now_us(), state });
                     });
                 }
                 Err(error) => tracing::warn!(%error, "the fault runner said {line:.100}"),
@@ -309,7 +317,7 @@ fn tell_all(shared: &Shared, queue: &Receiver<FromNode>, mut stream: BufWriter<U
 }
 
 /// The node's books: its peers, its schedulers, on the head router and placement.
-async fn look(node: &Node, replicas: &[String]) -> NodeState {
+async fn look(node: &Node, replicas: &[String], audits: bool) -> NodeState {
     let peers = node.peers();
     let mut state = NodeState { incarnation: node.incarnation().0, ..NodeState::default() };
     for peer in &peers {
@@ -325,13 +333,7 @@ async fn look(node: &Node, replicas: &[String]) -> NodeState {
         let load = node.call::<SchedulerProtocol>(&to, &SchedulerCall::Status, CALL_DEADLINE).await;
         // No scheduler of that name is here.
         let Ok(SchedulerReply::Status(load)) = load else { continue };
-        let audit = node.call::<SchedulerProtocol>(&to, &SchedulerCall::Audit, CALL_DEADLINE).await;
-        let found = match audit {
-            Ok(SchedulerReply::Audit(Ok(()))) => Vec::new(),
-            Ok(SchedulerReply::Audit(Err(found))) => found,
-            Ok(_) => vec!["it answered beside the point".to_string()],
-            Err(error) => vec![format!("it did not answer: {error}")],
-        };
+        let found = if audits { audit(node, &to).await } else { Vec::new() };
         state.schedulers.insert(replica.clone(), (load, found));
     }
     let to = node.address(router::ROLE, router::INSTANCE);
@@ -340,6 +342,9 @@ async fn look(node: &Node, replicas: &[String]) -> NodeState {
     {
         state.router = Some(status);
     }
+    if !audits {
+        return state;
+    }
     let to = node.address(placement::ROLE, placement::INSTANCE);
     if let Ok(PlacementReply::Status(states)) =
         node.call::<PlacementProtocol>(&to, &PlacementCall::Status, CALL_DEADLINE).await
@@ -347,4 +352,14 @@ async fn look(node: &Node, replicas: &[String]) -> NodeState {
         state.replicas = states;
     }
     state
+}
+
+/// What a scheduler's audit finds.
+async fn audit(node: &Node, to: &Address) -> Vec<String> {
+    match node.call::<SchedulerProtocol>(to, &SchedulerCall::Audit, CALL_DEADLINE).await {
+        Ok(SchedulerReply::Audit(Ok(()))) => Vec::new(),
+        Ok(SchedulerReply::Audit(Err(found))) => found,
+        Ok(_) => vec!["it answered beside the point".to_string()],
+        Err(error) => vec![format!("it did not answer: {error}")],
+    }
 }

@@ -14,12 +14,14 @@
 mod board;
 mod client;
 mod cluster;
+mod heal;
 mod http;
 mod hub;
 mod inject;
 pub mod inside;
 mod ports;
 pub mod reach;
+mod record;
 mod rest;
 mod run;
 mod signals;
@@ -80,8 +82,6 @@ pub enum ProcessError {
     Prepare { what: &'static str, reason: String },
     #[error("the cluster did not start: {reason}{story}")]
     Start { reason: String, story: String },
-    #[error("the cluster gave up: {reason}{story}")]
-    Ended { reason: String, story: String },
     #[error(
         "request {request} was not answered even without faults: {reason}\n  \
          = help: correct the plan's workload or cluster{story}"
@@ -125,6 +125,11 @@ enum Note {
         like: Option<u64>,
     },
     Process(ProcessEvent),
+    /// A node's supervisor has restarted it too often, and does so no more.
+    GaveUp {
+        node: String,
+        reason: String,
+    },
     Began {
         index: usize,
         us: u64,

@@ -4,9 +4,12 @@ use super::client::{Gateway, Orders, Seen};
 use super::run::{Run, is_extra};
 use super::signals;
 use super::wire::{NodeState, ToNode};
+use crate::heal;
 use crate::record::Rest;
+use dunlin_actors::messages::ReplicaStatus;
+use dunlin_runtime::config::ClusterConfig;
 use serde_json::Value;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 use tokio::sync::watch;
 
@@ -43,8 +46,9 @@ pub async fn settle(run: &mut Run<'_>, until_us: u64) -> (Rest, bool) {
 
 /// Nothing is held, all is there, and everybody agrees.
 fn is_clean(rest: &Rest, run: &Run<'_>) -> bool {
-    let whole = rest.views.len() == run.nodes.len()
-        && rest.views.iter().all(|(_, view)| view.len() + 1 >= run.nodes.len());
+    let core = run.nodes.len() - run.outside.len();
+    let whole =
+        rest.views.len() == core && rest.views.iter().all(|(_, view)| view.len() + 1 >= core);
     whole
         && rest.open_requests == 0
         && rest.waiting_requests == 0
@@ -54,17 +58,24 @@ fn is_clean(rest: &Rest, run: &Run<'_>) -> bool {
         && rest.replicas_up >= rest.replicas_wanted
 }
 
+/// Of the cluster file, or as the planner may name them.
+pub fn replica_names(config: &ClusterConfig) -> Vec<String> {
+    match config.replicas.is_empty() {
+        true => (0..config.nodes.len()).map(|at| format!("r{at}")).collect(),
+        false => config.replicas.iter().map(|replica| replica.name.clone()).collect(),
+    }
+}
+
+/// The books of the core: all nodes, unless the heal has left some broken.
 async fn look(run: &mut Run<'_>, question: &mut u64) -> Rest {
     let config = &run.cluster.site.config;
-    let mut names: Vec<String> = config.replicas.iter().map(|r| r.name.clone()).collect();
-    let planned = names.is_empty();
-    if planned {
-        names = (0..config.nodes.len()).map(|at| format!("r{at}")).collect();
-    }
-    let mut rest =
-        Rest { replicas_wanted: if planned { 1 } else { names.len() as u64 }, ..Rest::default() };
+    let names = replica_names(config);
+    let wanted = heal::wanted(config, &run.outside);
+    let mut rest = Rest { replicas_wanted: wanted, ..Rest::default() };
     let mut asked = BTreeMap::new();
-    for node in run.nodes.clone() {
+    let core: Vec<String> =
+        run.nodes.iter().filter(|node| !run.outside.contains(*node)).cloned().collect();
+    for node in core {
         *question += 1;
         let ask = ToNode::Ask { id: *question, replicas: names.clone() };
         if run.hub.tell(&node, ask) {
@@ -79,15 +90,17 @@ async fn look(run: &mut Run<'_>, question: &mut u64) -> Rest {
         let board = run.board.clone();
         let answer = board.wait(ANSWER_WITHIN, |seen| seen.answers.get(&id).cloned());
         match run.drive(answer).await {
-            Some(state) => take(&mut rest, &node, state),
+            Some(state) => take(&mut rest, &node, state, &run.outside),
             None => rest.audits.push(format!("{node} does not answer")),
         }
     }
     rest
 }
 
-fn take(rest: &mut Rest, node: &str, state: NodeState) {
+fn take(rest: &mut Rest, node: &str, mut state: NodeState, outside: &BTreeSet<String>) {
+    state.peers.retain(|peer, _| !outside.contains(peer));
     rest.views.insert(node.to_string(), state.peers);
+    state.queued.retain(|peer, _| !outside.contains(peer));
     for (peer, bytes) in state.queued {
         rest.queued.insert(format!("{node}/mail to {peer}"), bytes);
     }
@@ -100,7 +113,8 @@ fn take(rest: &mut Rest, node: &str, state: NodeState) {
     if let Some(router) = state.router {
         rest.open_requests = router.open_requests;
         rest.waiting_requests = router.waiting_requests;
-        rest.replicas_up = router.replicas.len() as u64;
+        let core = |r: &&ReplicaStatus| heal::serves(&r.info.served_by, outside);
+        rest.replicas_up = router.replicas.iter().filter(core).count() as u64;
     }
 }
 

@@ -6,15 +6,16 @@ use super::cluster::Cluster;
 use super::cluster::Site;
 use super::hub::Hub;
 use super::inject::{self, EXTRA, Story, Tools};
+use super::record::{detects, info, on_target, placement, undisturbed};
 use super::wire::{FromNode, ToNode, now_us};
-use super::{How, Note, ProcessError, Progress, rest};
-use crate::fault::{Fault, Kind, Mode, Target, Trigger};
-use crate::record::{Event, FaultRun, NodeInfo, Phases, PlacedShard, Record, RequestInfo, What};
+use super::{How, Note, ProcessError, Progress, rest, signals};
+use crate::fault::{Fault, Trigger};
+use crate::gauges::Gauges;
+use crate::record::{Event, FaultRun, Phases, Record, RequestInfo, What};
 use crate::resolved::{RequestSpec, Resolved};
 use crate::schedule::{Due, Schedule};
 use dunlin_actors::facts;
-use dunlin_actors::messages::{ReplicaState, ShardPlace};
-use dunlin_runtime::faults::names;
+use dunlin_actors::messages::ReplicaState;
 use dunlin_runtime::procs::ProcessEvent;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -27,34 +28,40 @@ use tokio::task::JoinSet;
 const BASELINE_AT_ONCE: usize = 8;
 /// A cluster that does not serve so long after its processes are ready is broken.
 const SERVES_WITHIN: Duration = Duration::from_secs(120);
-/// For injectors to undo what they did, once they are told to end.
-const UNDO_WITHIN: Duration = Duration::from_secs(30);
 /// Numbers of questions about placements begin here.
 const PLACING: u64 = 1 << 32;
+/// How often the nodes' books are sampled.
+const SAMPLE_US: u64 = 500_000;
 const TICK: Duration = Duration::from_millis(100);
 
 pub struct Run<'a> {
-    plan: &'a Resolved,
+    pub plan: &'a Resolved,
     how: &'a How,
-    notes: UnboundedSender<Note>,
+    pub notes: UnboundedSender<Note>,
     inbox: UnboundedReceiver<Note>,
     pub board: Arc<Board>,
     pub hub: Hub,
     pub cluster: Arc<Cluster>,
     pub gateway: Gateway,
     pub nodes: Vec<String>,
-    schedule: Schedule,
+    pub schedule: Schedule,
     /// Monotonic time at which the workload began; `None` before.
-    origin_us: Option<u64>,
+    pub origin_us: Option<u64>,
     phase: &'static str,
-    events: Vec<Event>,
-    faults: Vec<FaultRun>,
+    pub events: Vec<Event>,
+    pub faults: Vec<FaultRun>,
     /// Cluster ids of the requests on the target when the fault began.
-    touched: BTreeMap<usize, Vec<u64>>,
+    pub touched: BTreeMap<usize, Vec<u64>>,
     pub requests: BTreeMap<u64, RequestInfo>,
     unsent: BTreeSet<u64>,
-    active: BTreeMap<usize, oneshot::Sender<()>>,
-    injecting: JoinSet<()>,
+    pub active: BTreeMap<usize, oneshot::Sender<()>>,
+    pub injecting: BTreeMap<usize, AbortAtEnd>,
+    /// Nodes that the heal leaves broken.
+    pub outside: BTreeSet<String>,
+    /// Nodes whose supervisors have given up.
+    pub gave_up: BTreeSet<String>,
+    gauges: Gauges,
+    sample_at: u64,
     /// Questions to the head about a replica that came up: when, which, at which epoch.
     placing: BTreeMap<u64, (u64, String, u64)>,
     tokens: u64,
@@ -70,7 +77,7 @@ impl Drop for KillAtEnd {
     }
 }
 
-struct AbortAtEnd(tokio::task::JoinHandle<()>);
+pub struct AbortAtEnd(pub tokio::task::JoinHandle<()>);
 
 impl Drop for AbortAtEnd {
     fn drop(&mut self) {
@@ -115,7 +122,11 @@ pub async fn run(plan: &Resolved, how: &How) -> Result<Record, ProcessError> {
         requests: BTreeMap::new(),
         unsent: plan.requests.iter().map(|request| request.number).collect(),
         active: BTreeMap::new(),
-        injecting: JoinSet::new(),
+        injecting: BTreeMap::new(),
+        outside: BTreeSet::new(),
+        gave_up: BTreeSet::new(),
+        gauges: Gauges::new(&cluster.site.config),
+        sample_at: 0,
         placing: BTreeMap::new(),
         tokens: 0,
         ended: 0,
@@ -136,9 +147,10 @@ impl Run<'_> {
         self.serves().await?;
         self.phase = "baseline";
         self.baseline().await?;
-        let phases = self.workload().await?;
+        let phases = self.workload().await;
         self.phase = "rest";
         let (phases, rest) = self.settle(phases).await;
+        self.end_what_stayed().await;
         let mut record = self.record(phases);
         record.rest = rest;
         Ok(record)
@@ -153,7 +165,10 @@ impl Run<'_> {
                 biased;
                 Some(note) = self.inbox.recv() => self.hear(note),
                 done = &mut work => return done,
-                _ = tick.tick() => self.report(),
+                _ = tick.tick() => {
+                    self.sample();
+                    self.report();
+                }
             }
         }
     }
@@ -217,7 +232,7 @@ impl Run<'_> {
     }
 
     /// Warm-up and chaos: sends the requests and carries out the faults. Says when which ended.
-    async fn workload(&mut self) -> Result<Phases, ProcessError> {
+    async fn workload(&mut self) -> Phases {
         let origin = now_us();
         self.origin_us = Some(origin);
         for node in self.nodes.clone() {
@@ -252,13 +267,13 @@ impl Run<'_> {
         let warmup_us = self.plan.phases.warmup_us;
         let until_us = warmup_us + self.plan.phases.chaos_us;
         self.phase = "warmup";
-        let cluster = self.cluster.clone();
         loop {
             let now = self.elapsed_us();
             if now >= warmup_us && self.phase == "warmup" {
                 self.phase = "chaos";
                 self.watch_sites();
             }
+            self.sample();
             for due in self.schedule.tick(now) {
                 self.due(due, &tools);
             }
@@ -276,30 +291,17 @@ impl Run<'_> {
                         self.hear(note);
                     }
                 }
-                error = cluster.ended() => return Err(error),
                 () = tokio::time::sleep(wait) => self.report(),
             }
         }
         let chaos_us = self.elapsed_us();
         self.phase = "settle";
-        for due in self.schedule.heal() {
-            self.due(due, &tools);
-        }
-        self.plan.faults.iter().for_each(|fault| self.hub.disarm(&fault.id));
-        // What a plan's end does not end by itself.
-        for (_, end) in std::mem::take(&mut self.active) {
-            let _ = end.send(());
-        }
+        self.heal(&tools).await;
         drop(tools);
-        let mut injecting = std::mem::take(&mut self.injecting);
-        let undone = async { while injecting.join_next().await.is_some() {} };
-        if self.drive(tokio::time::timeout(UNDO_WITHIN, undone)).await.is_err() {
-            tracing::warn!("an injector did not end in time");
-        }
         let settle = Duration::from_micros(self.plan.phases.settle_us);
         let answered = async { while clients.join_next().await.is_some() {} };
         let _ = self.drive(tokio::time::timeout(settle, answered)).await;
-        Ok(Phases { warmup_us, chaos_us, settle_us: 0 })
+        Phases { warmup_us, chaos_us, settle_us: 0 }
     }
 
     /// Where the replicas lie when the workload begins.
@@ -373,14 +375,15 @@ impl Run<'_> {
 
     // ---- faults --------------------------------------------------------------------------------
 
-    fn due(&mut self, due: Due, tools: &Tools) {
+    pub fn due(&mut self, due: Due, tools: &Tools) {
         match due {
             Due::Begin(index) => {
                 let Some(run) = self.faults.get(index) else { return };
                 let story = Story::new(index, run.fault.clone(), self.notes.clone());
                 let (end, ended) = oneshot::channel();
                 self.active.insert(index, end);
-                self.injecting.spawn(inject::inject(tools.clone(), story, ended));
+                let injecting = tokio::spawn(inject::inject(tools.clone(), story, ended));
+                self.injecting.insert(index, AbortAtEnd(injecting));
             }
             Due::End(index) => {
                 if let Some(end) = self.active.remove(&index) {
@@ -427,6 +430,12 @@ impl Run<'_> {
                 self.requests.insert(request.number, RequestInfo { router_id: None, ..info });
             }
             Note::Process(event) => self.process(event),
+            Note::GaveUp { node, reason } => {
+                tracing::warn!(node, reason, "a node is not restarted any more");
+                self.gave_up.insert(node.clone());
+                let us = self.elapsed_us();
+                self.event(us, What::Node { node, state: "given up".into() });
+            }
             Note::State { us, node, state } => {
                 let us = self.since(us);
                 self.event(us, What::Node { node, state });
@@ -483,12 +492,48 @@ impl Run<'_> {
             FromNode::Answer { id, state } => {
                 self.board.change(|seen| drop(seen.answers.insert(id, *state)));
             }
+            FromNode::Sample { us, state } => {
+                let us = self.since(us);
+                let mut found = Vec::new();
+                let all: BTreeSet<&String> =
+                    state.peers.keys().chain(state.queued.keys()).collect();
+                for peer in all {
+                    let bytes = state.queued.get(peer).copied().unwrap_or(0);
+                    self.gauges.mail(&node, peer, bytes, &mut found);
+                }
+                for (replica, (load, _)) in &state.schedulers {
+                    self.gauges.scheduler(&node, replica, load, &mut found);
+                }
+                if let Some(router) = &state.router {
+                    self.gauges.router(&node, router, &mut found);
+                }
+                found.into_iter().for_each(|what| self.event(us, what));
+            }
             FromNode::Lost(count) => {
                 tracing::warn!(node, count, "facts did not fit the queue to the runner");
                 self.board.change(|seen| seen.facts_lost += count);
             }
             FromNode::Hello { .. } => {}
         }
+    }
+
+    /// Asks every node for its books now and then, and the system for its memory.
+    fn sample(&mut self) {
+        let (now, us) = (now_us(), self.elapsed_us());
+        if self.origin_us.is_none() || now < self.sample_at {
+            return;
+        }
+        self.sample_at = now + SAMPLE_US;
+        let replicas = rest::replica_names(&self.cluster.site.config);
+        self.hub.tell_all(&ToNode::Sample { replicas });
+        let mut found = Vec::new();
+        for node in &self.nodes {
+            let pid = self.board.pid(node);
+            if let Some(bytes) = pid.and_then(signals::private) {
+                self.gauges.memory(node, bytes, &mut found);
+            }
+        }
+        found.into_iter().for_each(|what| self.event(us, what));
     }
 
     /// Asks the head where a replica lies that has come up.
@@ -522,8 +567,23 @@ impl Run<'_> {
             }
             seen.facts.push(fact.clone());
         });
-        let Some(origin) = self.origin_us.filter(|origin| *origin <= fact.us) else { return };
-        let us = fact.us - origin;
+        if fact.name == facts::MEMORY_RESERVED {
+            let (us, mut found) = (self.since(fact.us), Vec::new());
+            self.gauges.reserved(&fact.node, &fact.subject, fact.key, &mut found);
+            found.into_iter().for_each(|what| self.event(us, what));
+        }
+        let loads = [facts::MEMORY_RESERVED, facts::WEIGHTS_LOADED, facts::WEIGHTS_REFUSED];
+        // What was loaded before the workload is compared with what is loaded later.
+        let early = loads.contains(&fact.name.as_str());
+        let known = self.origin_us.is_some_and(|origin| origin <= fact.us);
+        if !known && !early {
+            return;
+        }
+        let us = self.since(fact.us);
+        if !known {
+            let FactSeen { node, name, subject, key, value, .. } = fact;
+            return self.event(0, What::Fact { node, name, subject, key, value });
+        }
         self.detect(us, &fact);
         // Tokens trigger when a client has them; the router's word of the same would count twice.
         if fact.name != facts::TOKEN_DELIVERED {
@@ -556,6 +616,7 @@ impl Run<'_> {
                 (name, "up")
             }
             ProcessEvent::Exited { name, how } => {
+                self.gauges.gone(&name);
                 self.board.change(|seen| {
                     let node = seen.nodes.entry(name.clone()).or_default();
                     node.ready = false;
@@ -626,179 +687,6 @@ impl Run<'_> {
         });
         self.ended += usize::from(was_open);
     }
-
-    // ---- the record ----------------------------------------------------------------------------
-
-    fn record(&mut self, phases: Phases) -> Record {
-        let config = &self.cluster.site.config;
-        let head = config.cluster.head.as_str();
-        let info =
-            |(name, node): (&dunlin_runtime::NodeName, &dunlin_runtime::config::NodeConfig)| {
-                NodeInfo {
-                    name: name.to_string(),
-                    role: if name.as_str() == head { "head" } else { "worker" }.into(),
-                    devices: node.devices.clone(),
-                }
-            };
-        let nodes = config.nodes.iter().map(info).collect();
-        let mut events = std::mem::take(&mut self.events);
-        events.sort_by_key(|event| event.us);
-        let lives = lives(&events);
-        let numbers: BTreeMap<u64, u64> =
-            self.board.read(|seen| seen.ids.iter().map(|(number, id)| (*id, *number)).collect());
-        let mut faults = std::mem::take(&mut self.faults);
-        for (index, run) in faults.iter_mut().enumerate() {
-            let Some(began) = run.began_us else { continue };
-            let open = |number: &u64| {
-                lives.get(number).is_some_and(|(from, to)| *from <= began && began <= *to)
-            };
-            let ids = self.touched.get(&index).cloned().unwrap_or_default();
-            let mut hit: BTreeSet<u64> = match &run.fault.target {
-                Target::Request(number) => [*number].into(),
-                _ => ids.iter().filter_map(|id| numbers.get(id).copied()).collect(),
-            };
-            hit.retain(open);
-            run.touched = hit.into_iter().collect();
-        }
-        // Requests that were never sent are none.
-        self.requests.retain(|number, _| lives.contains_key(number));
-        Record {
-            plan: self.plan.name.clone(),
-            mode: Mode::Process,
-            seed: self.plan.seed,
-            repro: repro(self.plan),
-            env: self.env(),
-            nodes,
-            phases,
-            requests: std::mem::take(&mut self.requests),
-            faults,
-            events,
-            rest: None,
-            stuck: None,
-            trace_hash: None,
-        }
-    }
-
-    fn env(&self) -> BTreeMap<String, String> {
-        let cores = std::thread::available_parallelism().map_or(0, |cores| cores.get());
-        let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-        let cpu = cpu.lines().find_map(|line| line.strip_prefix("model name")?.split_once(": "));
-        let lost = self.board.read(|seen| seen.facts_lost);
-        BTreeMap::from([
-            ("version".into(), env!("CARGO_PKG_VERSION").into()),
-            ("os".into(), format!("{} {}", std::env::consts::OS, std::env::consts::ARCH)),
-            ("cores".into(), cores.to_string()),
-            ("cpu".into(), cpu.map(|(_, name)| name.to_string()).unwrap_or_default()),
-            ("model".into(), self.gateway.model.clone()),
-            ("facts_lost".into(), lost.to_string()),
-        ])
-    }
-}
-
-fn placement(state: &ReplicaState) -> What {
-    let shard = |place: &ShardPlace| PlacedShard {
-        node: place.node.to_string(),
-        device: place.device.clone(),
-        stage: place.stage,
-        rank: place.spec.rank,
-        layers: (place.spec.layers.start as u64, place.spec.layers.end as u64),
-    };
-    What::Placement {
-        replica: state.replica.clone(),
-        epoch: state.epoch.0,
-        shards: state.places.iter().map(shard).collect(),
-    }
-}
-
-/// The answer of a request that nothing disturbed.
-fn undisturbed(request: &RequestSpec, seen: &[Seen]) -> Result<RequestInfo, String> {
-    let mut info = info(request);
-    for what in seen {
-        match what {
-            Seen::Token { text, .. } => info.reference.push(text.clone()),
-            Seen::Usage { prompt_tokens, .. } => info.prompt_tokens = *prompt_tokens,
-            Seen::Refused { code } => return Err(format!("refused with {code}")),
-            Seen::Ended { code, .. } if code == "finished" => return Ok(info),
-            Seen::Ended { code, message } => return Err(format!("{code}: {message}")),
-            Seen::Submitted | Seen::Accepted { .. } | Seen::Unread(_) => {}
-        }
-    }
-    Err("it has no end".into())
-}
-
-fn info(request: &RequestSpec) -> RequestInfo {
-    RequestInfo {
-        router_id: None,
-        tenant: request.tenant.clone(),
-        prompt_tokens: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
-        max_tokens: request.max_tokens,
-        cancels: request.cancel_after.is_some(),
-        deadline_us: request.deadline_us,
-        reference: Vec::new(),
-    }
-}
-
-/// From when to when each request was open.
-fn lives(events: &[Event]) -> BTreeMap<u64, (u64, u64)> {
-    let mut lives = BTreeMap::new();
-    for event in events {
-        match &event.what {
-            What::Submitted { request } => {
-                lives.entry(*request).or_insert((event.us, u64::MAX));
-            }
-            What::Ended { request, .. } | What::Refused { request, .. } => {
-                if let Some(life) = lives.get_mut(request) {
-                    life.1 = life.1.min(event.us);
-                }
-            }
-            _ => {}
-        }
-    }
-    lives
-}
-
-/// Is this shard on what the fault hits?
-fn on_target(fault: &Fault, nodes: &[String]) -> impl Fn(&str, &str) -> bool {
-    let (target, all) = (fault.target.clone(), nodes.to_vec());
-    move |node, shard| match &target {
-        Target::Shard { replica, stage, rank } => shard == format!("{replica}/{stage}/{rank}"),
-        Target::Links(links) => links.iter().any(|(a, b)| a == node || b == node),
-        Target::Request(_) => false,
-        other => inject::nodes_of(other, &all).iter().any(|hit| hit == node),
-    }
-}
-
-/// Does the system show by this fact that it has noticed a fault of this kind?
-fn detects(kind: Kind, fact: &FactSeen) -> bool {
-    let name = fact.name.as_str();
-    let ended_badly = || name == facts::REQUEST_ENDED && fact.subject != "finished";
-    match kind {
-        Kind::ClientDisconnect | Kind::LogitsNan => ended_badly() || name == facts::STEP_FAILED,
-        Kind::FrameCorrupt | Kind::FrameTruncate | Kind::FrameDup | Kind::FrameStale => {
-            let refusals = [names::FRAME_REFUSED, facts::STALE_REFUSED, names::PEER_DOWN];
-            refusals.contains(&name) || name == facts::STEP_FAILED
-        }
-        Kind::ControlDupId | Kind::ControlSkew => name == names::FRAME_REFUSED,
-        _ => [
-            names::PEER_DOWN,
-            names::ACTOR_RESTARTED,
-            names::ESCALATED,
-            names::LEASE_EXPIRED,
-            facts::STEP_FAILED,
-            facts::REPLICA_DOWN,
-            facts::PLAN_MISMATCH,
-            facts::AUDIT_FAILED,
-        ]
-        .contains(&name),
-    }
-}
-
-fn repro(plan: &Resolved) -> String {
-    let mut line = format!("dunlin faults run {} --mode process --seed {}", plan.plan, plan.seed);
-    for (key, value) in &plan.set {
-        line.push_str(&format!(" --set '{key}={value}'"));
-    }
-    line
 }
 
 /// Is it a request that a fault sent?

@@ -31,6 +31,10 @@ pub enum ToNode {
         id: u64,
         replicas: Vec<String>,
     },
+    /// Answered by [`FromNode::Sample`]: the same books, without audits.
+    Sample {
+        replicas: Vec<String>,
+    },
 }
 
 /// From a node to the runner.
@@ -75,6 +79,10 @@ pub enum FromNode {
     },
     Answer {
         id: u64,
+        state: Box<NodeState>,
+    },
+    Sample {
+        us: u64,
         state: Box<NodeState>,
     },
     /// So many messages did not fit the queue to the runner.

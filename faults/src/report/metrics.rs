@@ -57,6 +57,16 @@ pub struct Metrics {
     pub restarts: u64,
     pub escalations: u64,
     pub stale_refused: u64,
+    /// Peers that were given up while nothing took them, their links or their actors away.
+    #[serde(default)]
+    pub false_deaths: u64,
+    /// Bytes of weights that shards loaded after the first fault: all that moves between machines
+    /// in a recovery besides activations, since KV blocks are computed anew.
+    #[serde(default)]
+    pub weight_bytes: u64,
+    /// The slowest tenant's tokens a second of open request, as a share of the fastest's.
+    #[serde(default)]
+    pub fairness: Option<f64>,
     /// Share of the requests open during a fault that stalled or failed; of the worst fault.
     pub blast_radius: Option<f64>,
 }
@@ -108,7 +118,9 @@ pub fn metrics(record: &Record, slo: Slo) -> Metrics {
         ..Metrics::default()
     };
     count_clients(&mut m, &seen);
-    count_facts(&mut m, record);
+    count_facts(&mut m, record, windows.first_fault);
+    m.false_deaths = crate::invariant::false_deaths(record).count() as u64;
+    m.fairness = fairness(record, &seen);
     m.ttft = windows.spread(seen.values().filter_map(|s| Some((*s.tokens.first()?, s.ttft()?))));
     m.itl = windows.spread(seen.values().flat_map(|s| s.gaps().collect::<Vec<_>>()));
     goodput(&mut m, &seen, &windows, slo);
@@ -307,10 +319,29 @@ fn count_clients(m: &mut Metrics, seen: &BTreeMap<u64, Seen>) {
     }
 }
 
-fn count_facts(m: &mut Metrics, record: &Record) {
+/// Of what tenants got while they waited for it; `None` with fewer than two of them.
+fn fairness(record: &Record, seen: &BTreeMap<u64, Seen>) -> Option<f64> {
+    let mut tenants: BTreeMap<&str, (u64, u64)> = BTreeMap::new();
+    for (number, s) in seen.iter().filter(|(_, s)| s.ended_well()) {
+        let (Some(info), Some(from)) = (record.requests.get(number), s.submitted) else { continue };
+        let to = s.ended.as_ref().map_or(from, |(us, _)| *us);
+        let (tokens, us) = tenants.entry(&info.tenant).or_default();
+        (*tokens, *us) = (*tokens + s.tokens.len() as u64, *us + to.saturating_sub(from));
+    }
+    let rate = |(tokens, us): &(u64, u64)| (*us > 0).then(|| *tokens as f64 / *us as f64);
+    let rates: Vec<f64> = tenants.values().filter_map(rate).collect();
+    let most = rates.iter().copied().max_by(f64::total_cmp).filter(|most| *most > 0.0)?;
+    let least = rates.iter().copied().min_by(f64::total_cmp)?;
+    (rates.len() > 1).then_some(least / most)
+}
+
+fn count_facts(m: &mut Metrics, record: &Record, first_fault: Option<u64>) {
     for event in &record.events {
         let What::Fact { name, value, .. } = &event.what else { continue };
         match name.as_str() {
+            facts::WEIGHTS_LOADED if first_fault.is_some_and(|first| first <= event.us) => {
+                m.weight_bytes += value;
+            }
             facts::REQUEST_REPLAYED => {
                 m.replays += 1;
                 m.recomputed_tokens += value;

@@ -27,8 +27,6 @@ const WALL_S: i64 = 1_800_000_000;
 pub const PATH: Duration = Duration::from_micros(200);
 /// From the fork to the node's first task.
 const START_COST: Duration = Duration::from_millis(150);
-/// For a drain, as `dunlin up` gives it.
-const DRAIN_WITHIN: Duration = Duration::from_secs(30);
 /// What a device pretends to hold.
 const DEVICE_BYTES: u64 = 1 << 40;
 
@@ -201,10 +199,11 @@ impl Cluster {
         let Some(life) = self.lives.get(name) else { return false };
         let Some(running) = &life.running else { return false };
         let (host, incarnation) = (running.host.clone(), life.incarnation);
+        let within = Duration::from_millis(self.setup.config.limits.drain_ms);
         let (shared, node) = (self.shared.clone(), name.to_string());
         self.shared.push(state(name, "draining"));
         tokio::spawn(async move {
-            host.drain(DRAIN_WITHIN).await;
+            host.drain(within).await;
             host.node().shutdown().await;
             shared.order(Order::Drained { node, life: incarnation });
         });
@@ -254,10 +253,10 @@ impl Cluster {
         self.lives.get(name).is_some_and(|life| !life.held.is_empty())
     }
 
-    /// Everything is healed: nobody is kept away, and who gave up is started by hand.
-    pub fn pardon(&mut self) -> Vec<String> {
+    /// All but `outside` are healed: nobody is kept away, and who gave up is started by hand.
+    pub fn pardon(&mut self, outside: &BTreeSet<String>) -> Vec<String> {
         let mut down = Vec::new();
-        for (name, life) in &mut self.lives {
+        for (name, life) in self.lives.iter_mut().filter(|(name, _)| !outside.contains(*name)) {
             life.held.clear();
             if std::mem::take(&mut life.given_up) {
                 life.restarts.clear();

@@ -5,20 +5,23 @@ use super::clients::Clients;
 use super::cluster::{Cluster, state};
 use super::shared::{Order, Shared};
 use super::{Setup, SimError, rest};
-use crate::fault::{Fault, Mode};
+use crate::catalog::{Hits, row};
+use crate::fault::{Fault, Kind, Mode};
+use crate::gauges::Gauges;
+use crate::heal;
 use crate::record::{Event, NodeInfo, Phases, Record, RequestInfo, What};
 use crate::resolved::RequestSpec;
 use crate::schedule::Due;
 use dunlin_actors::facts;
 use dunlin_actors::messages::{
-    PlacementCall, PlacementProtocol, PlacementReply, RequestId, RouterCall, RouterCast,
-    RouterProtocol, RouterReply, RouterStatus,
+    PlacementCall, PlacementProtocol, PlacementReply, ReplicaStatus, RequestId, RouterCall,
+    RouterCast, RouterProtocol, RouterReply, RouterStatus,
 };
 use dunlin_actors::{placement, router};
 use dunlin_runtime::faults::names;
 use dunlin_runtime::transport::memory::Counters;
 use dunlin_runtime::{Address, Node, NodeName};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -28,6 +31,8 @@ const BOOT_WITHIN: Duration = Duration::from_secs(60);
 const CALL: Duration = Duration::from_secs(2);
 /// How often the settle phase looks whether all is well again.
 const LOOK: u64 = 100_000;
+/// How often the nodes' queues are looked at.
+const SAMPLE: u64 = 250_000;
 /// A fault that is noticed later than this after its end was not noticed.
 const NOTICE_US: u64 = 10_000_000;
 
@@ -42,6 +47,11 @@ pub struct Driver {
     pub live: BTreeMap<usize, Live>,
     pub requests: BTreeMap<u64, RequestInfo>,
     pub healed: bool,
+    /// Faults that the heal has left, and the nodes that they hold.
+    pub stays: BTreeSet<usize>,
+    pub outside: BTreeSet<String>,
+    gauges: Gauges,
+    sample_at: u64,
 }
 
 pub enum Timed {
@@ -78,6 +88,10 @@ pub async fn run(setup: &Setup, seed: u64, faults: &[Fault]) -> Result<Record, S
         live: BTreeMap::new(),
         requests: BTreeMap::new(),
         healed: false,
+        stays: BTreeSet::new(),
+        outside: BTreeSet::new(),
+        gauges: Gauges::new(&setup.config),
+        sample_at: 0,
     };
     driver.boot().await?;
     shared.with(|inner| inner.begin());
@@ -98,6 +112,7 @@ pub async fn run(setup: &Setup, seed: u64, faults: &[Fault]) -> Result<Record, S
         _ => Some(rest::who_waits(&driver).await),
     };
     let settle_us = shared.us();
+    driver.finish();
     let trace = driver.trace();
     let ended = Phases { warmup_us: phases.warmup_us.min(chaos_us), chaos_us, settle_us };
     let (events, mut runs) =
@@ -116,6 +131,7 @@ pub async fn run(setup: &Setup, seed: u64, faults: &[Fault]) -> Result<Record, S
         requests: std::mem::take(&mut driver.requests),
         faults: runs,
         events,
+        outside: std::mem::take(&mut driver.outside),
         rest: settled.then_some(rest),
         stuck,
         trace_hash: Some(format!("{trace:016x}")),
@@ -157,9 +173,14 @@ impl Driver {
         }
     }
 
-    /// Replicas that the cluster file asks for.
+    /// Replicas that the cluster file asks for, of the core once there is one.
     pub fn wanted(&self) -> u64 {
-        (self.setup.config.replicas.len() as u64).max(1)
+        heal::wanted(&self.setup.config, &self.outside)
+    }
+
+    /// Is the node one that is to be well after the heal?
+    pub fn is_core(&self, node: &str) -> bool {
+        !self.outside.contains(node)
     }
 
     /// Works until this time or until `done`.
@@ -169,9 +190,11 @@ impl Driver {
             if self.shared.us() >= end_us || done(self) {
                 return;
             }
+            self.sample();
             let next = self.shared.with(|inner| inner.schedule.next_us());
             let agenda = self.agenda.keys().next().map(|(us, _)| *us);
-            let next = next.into_iter().chain(agenda).chain([end_us]).min().unwrap_or(end_us);
+            let known = next.into_iter().chain(agenda).chain([end_us, self.sample_at]);
+            let next = known.min().unwrap_or(end_us);
             let at = self.begun + Duration::from_micros(next);
             let shared = self.shared.clone();
             tokio::select! {
@@ -180,6 +203,32 @@ impl Driver {
                 () = tokio::time::sleep_until(at) => {}
             }
         }
+    }
+
+    /// Looks at every node's queues, now and then.
+    fn sample(&mut self) {
+        let now = self.shared.us();
+        if now < self.sample_at {
+            return;
+        }
+        self.sample_at = now + SAMPLE;
+        let mut found = Vec::new();
+        for (name, life) in &self.cluster.lives {
+            match &life.running {
+                None => self.gauges.gone(name),
+                Some(running) => {
+                    for peer in running.host.node().peers() {
+                        let bytes = peer.queued_bytes as u64;
+                        self.gauges.mail(name, peer.node.as_str(), bytes, &mut found);
+                    }
+                }
+            }
+        }
+        self.record(found);
+    }
+
+    fn record(&self, found: Vec<What>) {
+        self.shared.with(|inner| found.into_iter().for_each(|what| inner.push(what)));
     }
 
     /// No request is open or to come, no fault is in force or to come by the clock.
@@ -343,11 +392,54 @@ impl Driver {
     /// The chaos is over.
     fn heal(&mut self) {
         self.healed = true;
-        self.shared.with(|inner| inner.heal());
+        self.choose_core();
+        let stays = self.stays.clone();
+        self.shared.with(|inner| inner.heal(&stays));
         self.work();
         let now = self.shared.us();
-        for node in self.cluster.pardon() {
+        for node in self.cluster.pardon(&self.outside) {
             self.start_at(now, &node);
+        }
+    }
+
+    /// What stays broken, if the plan heals a core alone.
+    fn choose_core(&mut self) {
+        let names = self.cluster.names();
+        let found = self.shared.with(|inner| inner.holds(&names));
+        let holds: Vec<heal::Hold> = found.values().cloned().collect();
+        let Setup { config, phases, tolerance, .. } = &*self.setup;
+        self.outside = heal::outside(config, phases, tolerance, &holds);
+        let stays = found.iter().filter(|(_, hold)| hold.stays(&self.outside));
+        self.stays = stays.map(|(index, _)| *index).collect();
+        // A pause is written down up to the planned heal only.
+        for index in &self.stays {
+            let nodes = self.live.get(index).map(|live| live.nodes.clone()).unwrap_or_default();
+            self.shared.with(|inner| {
+                let Some(run) = inner.runs.get(*index) else { return };
+                let lasts = run.began_us.zip(run.fault.lasts_us).map(|(from, us)| from + us);
+                if run.fault.kind == Kind::ProcessPause
+                    && let Some(end) = lasts
+                {
+                    let until = self.begun + Duration::from_micros(end);
+                    nodes.iter().for_each(|node| inner.pause(node, Some(until)));
+                }
+            });
+        }
+    }
+
+    /// After all was judged: reads back what the faults did that have stayed.
+    fn finish(&mut self) {
+        let left = self.shared.with(|inner| {
+            let orders = std::mem::take(&mut inner.orders);
+            inner.heal(&BTreeSet::new());
+            std::mem::replace(&mut inner.orders, orders)
+        });
+        for order in left {
+            let Order::Due(Due::End(index)) = order else { continue };
+            let kind = self.shared.with(|inner| inner.runs.get(index).map(|run| run.kind()));
+            if kind.is_some_and(|kind| row(kind).hits == Hits::Link) {
+                self.end(index);
+            }
         }
     }
 
@@ -372,25 +464,37 @@ impl Driver {
     }
 
     async fn quiet(&mut self) -> bool {
-        if self.shared.clients().open() > 0 || !self.agenda.is_empty() {
+        let of_core = |what: &Timed| match what {
+            Timed::Start(node) => self.is_core(node),
+            Timed::Churn(index) => !self.stays.contains(index),
+            Timed::Arrive(_) | Timed::Extra(..) => true,
+        };
+        if self.shared.clients().open() > 0 || self.agenda.values().any(of_core) {
             return false;
         }
-        let linked = |node: &Node| node.peers().iter().all(|peer| peer.up);
-        let up =
-            self.cluster.lives.values().all(|life| {
-                life.running.as_ref().is_some_and(|running| linked(running.host.node()))
-            });
+        let linked = |node: &Node| {
+            node.peers().iter().all(|peer| peer.up || !self.is_core(peer.node.as_str()))
+        };
+        let mut core = self.cluster.lives.iter().filter(|(name, _)| self.is_core(name));
+        let up = core.all(|(_, life)| {
+            life.running.as_ref().is_some_and(|running| linked(running.host.node()))
+        });
         if !up {
             return false;
         }
         let wanted = self.wanted();
-        let clean = |s: &RouterStatus| {
-            let live = |r: &dunlin_actors::messages::ReplicaStatus| r.load.kv_blocks_live;
-            s.open_requests == 0
-                && s.replicas.len() as u64 >= wanted
-                && s.replicas.iter().all(|r| live(r) == 0)
-        };
-        self.status().await.is_some_and(|status| clean(&status))
+        let Some(status) = self.status().await else { return false };
+        let (mut found, head) = (Vec::new(), self.cluster.head().to_string());
+        self.gauges.router(&head, &status, &mut found);
+        for replica in &status.replicas {
+            self.gauges.scheduler(&head, &replica.info.replica, &replica.load, &mut found);
+        }
+        self.record(found);
+        let core = |r: &&ReplicaStatus| heal::serves(&r.info.served_by, &self.outside);
+        let core: Vec<&ReplicaStatus> = status.replicas.iter().filter(core).collect();
+        status.open_requests == 0
+            && core.len() as u64 >= wanted
+            && core.iter().all(|replica| replica.load.kv_blocks_live == 0)
     }
 
     pub async fn status(&self) -> Option<RouterStatus> {

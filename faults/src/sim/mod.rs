@@ -20,9 +20,10 @@ mod oracle;
 mod rest;
 mod shared;
 
-use crate::fault::Fault;
+use crate::armory::Armory;
+use crate::fault::{Fault, Kind};
 use crate::record::Record;
-use crate::resolved::{PhaseSpec, RequestSpec, Resolved};
+use crate::resolved::{PhaseSpec, RequestSpec, Resolved, Tolerance};
 use dunlin_actors::host::config::hash_spec;
 use dunlin_model::hash_engine::HashSpec;
 use dunlin_runtime::config::{ClusterConfig, ConfigError, EngineSection, HashEngine};
@@ -48,6 +49,8 @@ pub struct Setup {
     pub config: ClusterConfig,
     pub requests: Vec<RequestSpec>,
     pub phases: PhaseSpec,
+    /// What a heal of the core may do without.
+    pub tolerance: Tolerance,
     pub spec: HashSpec,
     /// The undisturbed answers, in the order of `requests`.
     pub references: Vec<Vec<u32>>,
@@ -71,7 +74,9 @@ impl Setup {
         let config = plan.cluster.config()?;
         let file = if plan.plan.is_empty() { &plan.name } else { &plan.plan };
         let repro = format!("dunlin faults run {file} --mode sim --seed {}", plan.seed);
-        Ok(Self::new(plan.name.clone(), repro, config, plan.requests.clone(), plan.phases))
+        let requests = plan.requests.clone();
+        let setup = Self::new(plan.name.clone(), repro, config, requests, plan.phases);
+        Ok(Setup { tolerance: plan.tolerance, ..setup })
     }
 
     pub fn new(
@@ -83,7 +88,8 @@ impl Setup {
     ) -> Setup {
         let spec = pretend(&mut config, &requests);
         let references = requests.iter().map(|r| oracle::answer(&spec, r)).collect();
-        Setup { name, repro, config, requests, phases, spec, references }
+        let tolerance = Tolerance::default();
+        Setup { name, repro, config, requests, phases, tolerance, spec, references }
     }
 }
 
@@ -143,6 +149,11 @@ pub fn run(setup: &Setup, seed: u64, faults: &[Fault]) -> Result<Record, SimErro
         let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
         Err(SimError::Panic(text.unwrap_or_else(|| "a panic without a message".into())))
     })
+}
+
+/// Can this mode inject the kind?
+pub fn can_inject(kind: Kind) -> bool {
+    Armory::takes(kind) || inject::carries_out(kind)
 }
 
 /// Runs `plan(i)` for all `i` below `count` on `threads` threads; `done` gets each record as it is

@@ -5,10 +5,11 @@ use super::clients::Clients;
 use super::drive::Driver;
 use super::oracle;
 use crate::draw::draw;
+use crate::heal;
 use crate::record::{PlacedShard, Rest};
 use crate::resolved::RequestSpec;
 use dunlin_actors::messages::{
-    PlacementCall, PlacementProtocol, PlacementReply, ReplicaState, SchedulerCall,
+    PlacementCall, PlacementProtocol, PlacementReply, ReplicaState, ReplicaStatus, SchedulerCall,
     SchedulerProtocol, SchedulerReply,
 };
 use dunlin_actors::placement;
@@ -35,15 +36,19 @@ pub async fn gather(driver: &mut Driver) -> Rest {
         rest.views.insert(name.clone(), view);
     }
     sparse_views(driver, &mut rest);
+    rest.views.retain(|name, _| driver.is_core(name));
+    rest.views.values_mut().for_each(|view| view.retain(|name, _| driver.is_core(name)));
     let Some(status) = driver.status().await else {
         rest.audits.push("the router does not answer".into());
         return rest;
     };
     rest.open_requests = status.open_requests;
     rest.waiting_requests = status.waiting_requests;
-    rest.replicas_up = status.replicas.len() as u64;
+    let core = |r: &&ReplicaStatus| heal::serves(&r.info.served_by, &driver.outside);
+    let replicas: Vec<&ReplicaStatus> = status.replicas.iter().filter(core).collect();
+    rest.replicas_up = replicas.len() as u64;
     let Some(head) = driver.cluster.node(driver.cluster.head()) else { return rest };
-    for replica in &status.replicas {
+    for replica in replicas {
         let (name, to) = (&replica.info.replica, &replica.info.scheduler);
         match head.call::<SchedulerProtocol>(to, &SchedulerCall::Status, CALL).await {
             Ok(SchedulerReply::Status(load)) => {

@@ -2,6 +2,7 @@
 
 use crate::armory::Armory;
 use crate::fault::{Fault, Kind};
+use crate::heal::Hold;
 use crate::record::{Event, FaultRun, What};
 use crate::schedule::{Due, Schedule};
 use dunlin_actors::facts::{REPLICA_UP, TOKEN_DELIVERED};
@@ -146,9 +147,10 @@ impl Inner {
         any
     }
 
-    pub fn heal(&mut self) {
+    /// Ends all that is in force, but for what `stays`; nothing begins any more.
+    pub fn heal(&mut self, stays: &BTreeSet<usize>) {
         let now = self.us();
-        for due in self.schedule.heal() {
+        for due in self.schedule.heal(stays) {
             self.edge(due, now);
         }
         self.waits_for_sites = false;
@@ -184,6 +186,14 @@ impl Inner {
             None => drop(self.paused.remove(node)),
         }
         self.watching = self.waits_for_sites || !self.armory.is_empty() || !self.paused.is_empty();
+    }
+
+    /// What each fault that is in force holds.
+    pub fn holds(&self, all: &[String]) -> BTreeMap<usize, Hold> {
+        let open = |run: &FaultRun| run.began_us.is_some() && run.ended_us.is_none();
+        let runs = self.runs.iter().enumerate().filter(|(_, run)| open(run));
+        let hold = |run: &FaultRun| Hold::of(&run.fault.target, || self.nodes_of(&run.fault, all));
+        runs.map(|(index, run)| (index, hold(run))).collect()
     }
 
     /// What was read back to show that the fault took effect; the first words stay.

@@ -3,10 +3,12 @@
 
 mod sample;
 
-use dunlin_faults::record::What;
+use dunlin_actors::facts::WEIGHTS_LOADED;
+use dunlin_faults::record::{Event, What};
 use dunlin_faults::report::summary::{RunBrief, Summary};
 use dunlin_faults::report::sweep::{Axis, Sweep, SweepCell};
 use dunlin_faults::report::{Outcome, Report};
+use dunlin_runtime::faults::names::PEER_DOWN;
 use sample::{Sample, invariants, slo};
 use std::path::PathBuf;
 
@@ -154,6 +156,49 @@ fn lost_and_repeated_tokens_are_counted() {
     record.events.remove(last.unwrap());
     let m = report(&record, Outcome::Pass).metrics;
     assert_eq!((m.duplicated_tokens, m.lost_tokens), (1, 1));
+}
+
+#[test]
+fn false_deaths_weights_and_fairness_are_counted() {
+    let mut record = Sample::default().record();
+    let before = report(&record, Outcome::Pass).metrics;
+    assert_eq!((before.false_deaths, before.weight_bytes), (0, 0));
+    let began = record.faults.iter().filter_map(|fault| fault.began_us).min().unwrap();
+    let fact = |us: u64, name: &str, value: u64| Event {
+        us,
+        what: What::Fact {
+            node: "left".into(),
+            name: name.into(),
+            subject: "right".into(),
+            key: 1,
+            value,
+        },
+    };
+    // Before any fault nobody is to be given up, and what is loaded is the start's.
+    record.events.push(fact(began - 1, PEER_DOWN, 0));
+    record.events.push(fact(began - 1, WEIGHTS_LOADED, 500));
+    record.events.push(fact(began + 1, WEIGHTS_LOADED, 70));
+    record.events.push(fact(began + 2, WEIGHTS_LOADED, 7));
+    // Every second request belongs to a tenant whose answers come at half the pace.
+    for (number, info) in &mut record.requests {
+        info.tenant = if number % 2 == 0 { "a" } else { "b" }.into();
+    }
+    let mut begun = std::collections::BTreeMap::new();
+    record.events.sort_by_key(|event| event.us);
+    for event in &mut record.events {
+        match &event.what {
+            What::Submitted { request } => _ = begun.insert(*request, event.us),
+            What::Token { request, .. } | What::Ended { request, .. } if request % 2 == 1 => {
+                let from = begun.get(request).copied().unwrap_or(event.us);
+                event.us = from + 2 * (event.us - from);
+            }
+            _ => {}
+        }
+    }
+    let after = report(&record, Outcome::Pass).metrics;
+    assert_eq!((after.false_deaths, after.weight_bytes), (1, 77));
+    let fairness = after.fairness.expect("two tenants");
+    assert!((0.35..0.65).contains(&fairness), "{fairness}");
 }
 
 #[test]

@@ -53,6 +53,7 @@ impl Sample {
             requests,
             faults: self.faults(touched),
             events,
+            outside: Default::default(),
             rest: Some(Rest {
                 blocks: BTreeMap::from([("r0".into(), (128, 128)), ("r1".into(), (128, 128))]),
                 replicas_up: 2,

@@ -1,5 +1,9 @@
 //! The simulator: the same seed twice, every kind, many nodes.
 
+mod drain;
+mod heal;
+mod weights;
+
 use dunlin_faults::fault::Mode;
 use dunlin_faults::plan::Plan;
 use dunlin_faults::record::{Record, What};
@@ -73,6 +77,16 @@ fn plain(seed: u64) -> Resolved {
     std::fs::write(&file, PLAN).expect("written");
     let plan = Plan::read(&file).unwrap_or_else(|error| panic!("{error}"));
     plan.resolve(seed, Mode::Sim).unwrap_or_else(|error| panic!("{error}"))
+}
+
+/// A plan of its own text, of two workers with a replica each.
+fn of_pair(text: &str) -> Resolved {
+    let head = "schema = \"fault-plan/1\"\nmodes = [\"sim\"]\n[cluster]\nfile = \"pair.toml\"\n";
+    let (name, text) = text.split_once('\n').expect("a first line with the name");
+    let text = format!("name = \"{name}\"\n{head}{text}");
+    let load = |_: &Path| std::fs::read_to_string(plans().join("clusters/pair.toml"));
+    let plan = Plan::parse_with(&text, name, &load).unwrap_or_else(|error| panic!("{error}"));
+    plan.resolve(7, Mode::Sim).unwrap_or_else(|error| panic!("{error}"))
 }
 
 fn run(plan: &Resolved) -> Record {

@@ -154,11 +154,18 @@ impl Processes {
 
     /// Waits until all are gone: `Ok` after [`Processes::stop`], else what went wrong.
     pub async fn wait(&self) -> Result<(), ProcessesError> {
+        self.ended().await
+    }
+
+    /// As [`Processes::wait`], for who must not keep them running.
+    pub fn ended(&self) -> impl Future<Output = Result<(), ProcessesError>> + Send + use<> {
         let mut snapshot = self.snapshot.clone();
-        let ended = snapshot.wait_for(|snapshot| snapshot.ended.is_some()).await;
-        match ended.map(|snapshot| snapshot.ended.clone()) {
-            Ok(Some(result)) => result,
-            _ => Err(ProcessesError::Stopped),
+        async move {
+            let ended = snapshot.wait_for(|snapshot| snapshot.ended.is_some()).await;
+            match ended.map(|snapshot| snapshot.ended.clone()) {
+                Ok(Some(result)) => result,
+                _ => Err(ProcessesError::Stopped),
+            }
         }
     }
 
