@@ -61,6 +61,41 @@ fn fresh_base() -> u64 {
     (commit ^ (day << 32)) * 1000
 }
 
+/// What `run --seeds` says of the runs that do not pass: why, and the line that repeats each.
+fn failed(output: &Output) -> String {
+    let all = said(output);
+    let told = all.lines().skip_while(|line| !line.starts_with("  report:")).skip(1);
+    told.collect::<Vec<_>>().join("\n")
+}
+
+/// A run that fails names the one line that repeats it, and that line fails in the same way.
+#[test]
+fn a_failing_seed_is_repeated_by_the_line_that_it_names() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name).display().to_string();
+    // No token can come by such a deadline.
+    let plan = std::fs::read_to_string(root().join("plans/kinds/process.kill.toml")).unwrap();
+    let cluster = root().join("plans/clusters").display().to_string();
+    let plan = plan
+        .replace("../clusters", &cluster)
+        .replace("[workload]", "[workload]\ndeadline = \"1ms\"");
+    let file = path("late.toml");
+    std::fs::write(&file, plan).unwrap();
+    let many = dunlin(&["run", &file, "--mode", "sim", "--seeds", "3..5", "--out", &path("many")]);
+    assert_ne!(many.status.code(), Some(0), "{}", said(&many));
+    let failed = failed(&many);
+    let line = failed.lines().find(|line| line.contains("--seed 3")).unwrap_or_else(|| {
+        panic!("no line repeats seed 3:\n{}", said(&many));
+    });
+    let words: Vec<&str> = line.split_whitespace().collect();
+    assert_eq!(words.get(..2), Some(["dunlin", "faults"].as_slice()), "{line}");
+    let one = dunlin(&[&words[2..], &["--out", &path("one")]].concat());
+    assert_eq!(one.status.code(), many.status.code(), "{}", said(&one));
+    let why = failed.lines().next().and_then(|why| why.trim().split_once(": "));
+    let why = why.and_then(|(_, why)| why.split("; ").next()).unwrap_or_default();
+    assert!(!why.is_empty() && said(&one).contains(why), "{why:?} in {}", said(&one));
+}
+
 #[test]
 fn every_plan_of_the_corpus_is_right() {
     let plans = corpus();
@@ -84,7 +119,8 @@ fn fresh_seeds_and_the_corpus_hold_within_the_budget() {
     println!("{}", said(&output));
     let mut wrong = Vec::new();
     if output.status.code() != Some(0) {
-        wrong.push(format!("dunlin faults run plans/swarm.toml --mode sim --seeds {seeds}"));
+        let all = format!("dunlin faults run plans/swarm.toml --mode sim --seeds {seeds}");
+        wrong.push(format!("{all}\nof which\n{}", failed(&output)));
     }
     // Long cases have a test of their own; those of the deliberate bugs belong to theirs.
     let aside = |plan: &PathBuf| {
