@@ -352,6 +352,7 @@ fn shard_spec(args: &AgentArgs, plan: &ReplicaPlan, index: usize) -> ChildSpec {
                 scheduler,
                 placement: args.placement.clone(),
                 step_deadline: args.options.step_deadline,
+                scrub: args.options.scrub,
                 compute: args.compute,
             };
             shard::start_shard(shard_args, supervisor).await

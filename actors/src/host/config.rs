@@ -92,6 +92,10 @@ pub fn host_options(
         },
         api_keys: api_keys(config),
         step_deadline,
+        scrub: match config.weights.scrub_ms {
+            0 => None,
+            ms => Some(Duration::from_millis(ms)),
+        },
         join_deadline,
     }
 }

@@ -66,6 +66,8 @@ pub struct HostOptions {
     pub api_keys: Vec<gateway::ApiKey>,
     /// How long a step may wait for another shard.
     pub step_deadline: Duration,
+    /// Weights in memory are looked at again after so long.
+    pub scrub: Option<Duration>,
     /// How long the first start may wait for other nodes; zero: as long as it takes.
     pub join_deadline: Duration,
 }

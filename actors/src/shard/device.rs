@@ -8,6 +8,7 @@ use crate::messages::RequestId;
 use dunlin_model::engine::{Batch, Engine, EngineError, SampleFailure, Sampled, StageOutput};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
 use tokio::time::Instant;
 
@@ -53,18 +54,19 @@ impl Device {
         name: String,
         engine: Box<dyn Engine>,
         wires: Wires,
-        compute: Compute,
+        (compute, scrub): (Compute, Scrub),
         report: impl Fn(Outcome) + Send + 'static,
     ) -> std::io::Result<Self> {
         if let Compute::Inline { step_cost, token_cost } = compute {
             let (jobs, queue) = unbounded_channel();
-            tokio::spawn(inline::serve(engine, wires, queue, (step_cost, token_cost), report));
+            let costs = (step_cost, token_cost);
+            tokio::spawn(inline::serve(engine, wires, queue, (costs, scrub), report));
             return Ok(Self { jobs: Jobs::Task(jobs) });
         }
         let (jobs, queue) = channel();
         std::thread::Builder::new()
             .name(format!("shard {name}"))
-            .spawn(move || serve(engine, wires, queue, report))?;
+            .spawn(move || serve(engine, wires, queue, scrub, report))?;
         Ok(Self { jobs: Jobs::Thread(jobs) })
     }
 
@@ -87,11 +89,13 @@ fn serve(
     mut engine: Box<dyn Engine>,
     mut wires: Wires,
     queue: Receiver<Job>,
+    mut scrub: Scrub,
     report: impl Fn(Outcome),
 ) {
     while let Ok(job) = queue.recv() {
         let begun = Instant::now();
-        let result = catch_unwind(AssertUnwindSafe(|| step(engine.as_mut(), &mut wires, &job)));
+        let run = || step(engine.as_mut(), &mut wires, &job, &mut scrub);
+        let result = catch_unwind(AssertUnwindSafe(run));
         let failure = match result {
             Ok(Ok(sampled)) => {
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
@@ -135,7 +139,12 @@ impl Failure {
     }
 }
 
-fn step(engine: &mut dyn Engine, wires: &mut Wires, job: &Job) -> Result<Vec<Sampled>, Failure> {
+fn step(
+    engine: &mut dyn Engine,
+    wires: &mut Wires,
+    job: &Job,
+    scrub: &mut Scrub,
+) -> Result<Vec<Sampled>, Failure> {
     let peer = Failure::peer;
     wires.begin(job.step, &job.batch);
     let input = wires.receive(job.batch.tokens() * engine.hidden()).map_err(peer)?;
@@ -145,7 +154,7 @@ fn step(engine: &mut dyn Engine, wires: &mut Wires, job: &Job) -> Result<Vec<Sam
     }
     let output = engine.step(&job.batch, input.as_deref(), wires.group());
     let output = output.map_err(|error| Failure::engine(&error))?;
-    look_at_weights(engine, &output)?;
+    look_at_weights(engine, &output, scrub)?;
     wires.end().map_err(peer)?;
     match output {
         StageOutput::Hidden(values) => {
@@ -156,9 +165,34 @@ fn step(engine: &mut dyn Engine, wires: &mut Wires, job: &Job) -> Result<Vec<Sam
     }
 }
 
-/// Where numbers are not finite, the weights may have changed in memory: then this is the shard's
-/// failure, and the requests are computed again with weights that were loaded anew.
-pub fn look_at_weights(engine: &dyn Engine, output: &StageOutput) -> Result<(), Failure> {
+/// When the weights in memory are compared again with what was loaded, whatever they give.
+pub struct Scrub {
+    every: Option<Duration>,
+    last: Instant,
+}
+
+impl Scrub {
+    pub fn new(every: Option<Duration>) -> Self {
+        Self { every, last: Instant::now() }
+    }
+
+    fn is_due(&mut self) -> bool {
+        let due = self.every.is_some_and(|every| self.last.elapsed() >= every);
+        if due {
+            self.last = Instant::now();
+        }
+        due
+    }
+}
+
+/// Where numbers are not finite, or it is time, the weights may have changed in memory: then this
+/// is the shard's failure, nothing of the step is used, and the requests are computed again with
+/// weights that were loaded anew.
+pub fn look_at_weights(
+    engine: &dyn Engine,
+    output: &StageOutput,
+    scrub: &mut Scrub,
+) -> Result<(), Failure> {
     let finite = match output {
         StageOutput::Hidden(values) => values.iter().all(|value| value.is_finite()),
         StageOutput::Sampled(drawn) => {
@@ -166,7 +200,7 @@ pub fn look_at_weights(engine: &dyn Engine, output: &StageOutput) -> Result<(), 
             !drawn.iter().any(spoiled)
         }
     };
-    if finite {
+    if !scrub.is_due() && finite {
         return Ok(());
     }
     engine.verify().map_err(|error| Failure::engine(&error))

@@ -5,7 +5,7 @@
 //! for the missing exchange and runs the step again from its beginning. Engines for this mode write
 //! the same into their KV cache however often a step is run.
 
-use super::device::{Failure, Job, Outcome, look_at_weights, panic_text};
+use super::device::{Failure, Job, Outcome, Scrub, look_at_weights, panic_text};
 use super::flows::Wires;
 use dunlin_model::engine::{
     Collective, CollectiveError, Engine, EngineError, Sampled, StageOutput,
@@ -20,12 +20,12 @@ pub async fn serve(
     mut engine: Box<dyn Engine>,
     mut wires: Wires,
     mut queue: UnboundedReceiver<Job>,
-    costs: (Duration, Duration),
+    (costs, mut scrub): ((Duration, Duration), Scrub),
     report: impl Fn(Outcome) + Send + 'static,
 ) {
     while let Some(job) = queue.recv().await {
         let begun = Instant::now();
-        match step(&mut *engine, &mut wires, &job, costs).await {
+        match step(&mut *engine, &mut wires, &job, (costs, &mut scrub)).await {
             Ok(sampled) => {
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
                 report(Outcome::Done { step: job.step, sampled, micros });
@@ -44,7 +44,7 @@ async fn step(
     engine: &mut dyn Engine,
     wires: &mut Wires,
     job: &Job,
-    (step_cost, token_cost): (Duration, Duration),
+    ((step_cost, token_cost), scrub): ((Duration, Duration), &mut Scrub),
 ) -> Result<Vec<Sampled>, Failure> {
     let tokens = job.batch.tokens();
     wires.begin(job.step, &job.batch);
@@ -69,7 +69,7 @@ async fn step(
         let all = all.map_err(|error| Failure::engine(&EngineError::Collective(error)))?;
         recorded.answers.push(all);
     };
-    look_at_weights(engine, &output)?;
+    look_at_weights(engine, &output, scrub)?;
     wires.end_async().await.map_err(Failure::peer)?;
     match output {
         StageOutput::Hidden(values) => {

@@ -23,7 +23,7 @@ use crate::messages::{
     PlacementCast, PlacementProtocol, ReplicaEpoch, ReplicaPlan, RequestId, SchedulerCast,
     SchedulerProtocol, ShardCast, ShardProtocol,
 };
-use device::{Device, Job, Outcome};
+use device::{Device, Job, Outcome, Scrub};
 use dunlin_model::engine::Engine;
 use dunlin_runtime::{Address, Export, Inbound, Node};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
@@ -47,6 +47,8 @@ pub struct ShardArgs {
     pub placement: Address,
     /// How long a step may wait for another shard.
     pub step_deadline: Duration,
+    /// Weights in memory are looked at again after so long.
+    pub scrub: Option<Duration>,
     pub compute: Compute,
 }
 
@@ -120,7 +122,8 @@ impl Actor for ShardActor {
                 tell(&node, facts::STALE_REFUSED, || format!("outcome of {me}"), (step, 1));
             }
         };
-        let device = Device::start(own.instance.clone(), engine, wires, args.compute, report)?;
+        let how = (args.compute, Scrub::new(args.scrub));
+        let device = Device::start(own.instance.clone(), engine, wires, how, report)?;
         let lease = LeaseGuard::new(&args.node);
         let inbox = myself.clone();
         let export = args.node.export::<ShardProtocol>(ROLE, &own.instance, move |inbound| {

@@ -352,6 +352,7 @@ async fn start_host(
         gateway: gateway::Limits::default(),
         api_keys: Vec::new(),
         step_deadline: setup.scheduler.step_deadline,
+        scrub: None,
         join_deadline: Duration::ZERO,
     };
     let parts = HostParts {

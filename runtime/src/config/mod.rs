@@ -40,6 +40,7 @@ pub struct ClusterConfig {
     pub membership: MembershipSection,
     pub limits: LimitsSection,
     pub restart: RestartSection,
+    pub weights: WeightsSection,
     pub engine: EngineSection,
     source: Source,
 }
@@ -160,6 +161,14 @@ pub struct KvSection {
     pub memory: u64,
     /// Keep blocks of finished requests for prompts that begin alike. Default true.
     pub prefix_cache: bool,
+}
+
+/// `[weights]`
+#[derive(Debug, Clone, PartialEq)]
+pub struct WeightsSection {
+    /// Weights in memory are summed up again, at the first step after so long, and compared with
+    /// what was loaded. 0: only when a shard restarts or numbers are not finite. Default 0.
+    pub scrub_ms: u64,
 }
 
 /// `[membership]`

@@ -10,7 +10,7 @@ use super::tree::{Node, Reader, Source, Value};
 use super::{
     ApiKey, ClusterConfig, ClusterSection, DEFAULT_MODEL, EngineSection, HashEngine, KvSection,
     LimitsSection, MembershipSection, NodeConfig, Precision, ReplicaConfig, RestartSection,
-    SchedulerSection, Serves, ShardDevice,
+    SchedulerSection, Serves, ShardDevice, WeightsSection,
 };
 use crate::address::NodeName;
 
@@ -27,6 +27,7 @@ pub(super) fn config(source: Source) -> Result<ClusterConfig, ConfigError> {
     let membership = membership(root.section("membership")?)?;
     let limits = limits(root.section("limits")?)?;
     let restart = restart(root.section("restart")?)?;
+    let weights = weights(root.section("weights")?)?;
     let engine = engine(root.section("engine")?)?;
     root.finish()?;
     Ok(ClusterConfig {
@@ -38,6 +39,7 @@ pub(super) fn config(source: Source) -> Result<ClusterConfig, ConfigError> {
         membership,
         limits,
         restart,
+        weights,
         engine,
         source,
     })
@@ -314,6 +316,12 @@ fn limits(mut table: Reader<'_>) -> Result<LimitsSection, ConfigError> {
         max_open_requests: table.u32("max_open_requests", 1024, 1, 1 << 20)?,
         drain_ms: table.integer("drain_ms", 0, DAY_MS)?.unwrap_or(30_000),
     };
+    table.finish()?;
+    Ok(section)
+}
+
+fn weights(mut table: Reader<'_>) -> Result<WeightsSection, ConfigError> {
+    let section = WeightsSection { scrub_ms: table.integer("scrub_ms", 0, DAY_MS)?.unwrap_or(0) };
     table.finish()?;
     Ok(section)
 }
