@@ -1,13 +1,16 @@
 //! The forward pass: one for every model family and every backend.
 //!
-//! Read it top to bottom: [`embed`], then [`layers`] (attention, feed-forward), then [`logits`].
+//! Read it top to bottom: [`embed`], then [`layers`] (attention, feed-forward), then [`logits`],
+//! from which the device draws tokens where it can.
 //! Activations live in a [`Workspace`] made once; rows are the tokens of a step, sequences side by
 //! side. Nothing here knows which device computes, where weights came from, or who asked.
 
 use crate::engine::{Collective, EngineError};
 use crate::spec::ModelSpec;
 use crate::stage::{FfnWeights, LayerWeights, StageWeights};
-use dunlin_backend::{AttentionParams, Backend, BackendError, Experts, LinearPart, SeqRows};
+use dunlin_backend::{
+    AttentionParams, Backend, BackendError, Experts, LinearPart, Samples, SeqRows, Want,
+};
 
 /// Most bytes of logits computed at once.
 const LOGITS_BYTES: usize = 16 << 20;
@@ -32,6 +35,7 @@ pub struct Workspace<B: Backend> {
     logits: B::Tensor,
     logit_rows: usize,
     host: Vec<f32>,
+    samples: Samples,
 }
 
 impl<B: Backend> Workspace<B> {
@@ -62,6 +66,7 @@ impl<B: Backend> Workspace<B> {
             logits: head(if last { split.vocab.len() } else { 1 })?,
             logit_rows,
             host: Vec::new(),
+            samples: Samples::default(),
         })
     }
 
@@ -224,22 +229,37 @@ fn add_delta<B: Backend>(
     Ok(backend.add(&mut ws.x, &ws.delta)?)
 }
 
-/// Final norm and head over the picked rows, a few at a time. `each` gets the index into `picked`
-/// and that row's logits over the whole vocabulary, on every rank.
+/// What came of a picked row.
+pub enum Row<'a> {
+    /// Its logits over the whole vocabulary, where they were wanted.
+    Logits(&'a mut [f32]),
+    /// The token drawn on the device; `None` where the logits were not finite.
+    Token(Option<u32>),
+}
+
+/// Whether a device can draw from its own logits: it has all of them, as they are.
+pub fn draws_on_device<B: Backend>(weights: &StageWeights<B>) -> bool {
+    weights.stage.ranks == 1 && weights.spec.final_softcap.is_none()
+}
+
+/// Final norm and head over the picked rows, a few at a time; `wants` has one entry for each, and
+/// tokens only where [`draws_on_device`]. `each` gets the index into `picked` and what came of that
+/// row, on every rank.
 pub fn logits<B: Backend>(
     backend: &B,
     weights: &StageWeights<B>,
-    picked: &[u32],
+    (picked, wants): (&[u32], &[Want]),
     group: &mut dyn Collective,
     ws: &mut Workspace<B>,
-    mut each: impl FnMut(usize, &mut [f32]),
+    mut each: impl FnMut(usize, Row<'_>),
 ) -> Result<(), EngineError> {
     let spec = &weights.spec;
     let head = weights.head.as_ref().or(weights.embedding.as_ref());
     let (Some(norm), Some(head)) = (&weights.output_norm, head) else {
         return Err(EngineError::BadBatch("this stage has no head".into()));
     };
-    for (chunk_index, chunk) in picked.chunks(ws.logit_rows).enumerate() {
+    let chunks = picked.chunks(ws.logit_rows).zip(wants.chunks(ws.logit_rows));
+    for (chunk_index, (chunk, wants)) in chunks.enumerate() {
         for tensor in [&mut ws.picked, &mut ws.picked_normed, &mut ws.logits] {
             backend.set_rows(tensor, chunk.len())?;
         }
@@ -247,15 +267,28 @@ pub fn logits<B: Backend>(
         backend.rms_norm(&ws.picked, norm, spec.rms_eps, spec.hidden, &mut ws.picked_normed)?;
         let mut out = [LinearPart { weight: head, bias: None, out: &mut ws.logits }];
         backend.linear(&ws.picked_normed, &mut out)?;
-        backend.download(&ws.logits, &mut ws.host)?;
+        let first = chunk_index * ws.logit_rows;
+        let Samples { tokens, logits } = &mut ws.samples;
         if group.size() > 1 {
-            ws.host = group.all_gather(chunk.len(), &ws.host)?;
+            backend.download(&ws.logits, &mut ws.host)?;
+            *logits = group.all_gather(chunk.len(), &ws.host)?;
+            *tokens = vec![None; chunk.len()];
+        } else {
+            backend.sample(&mut ws.logits, wants, &mut ws.samples)?;
         }
-        for (i, row) in ws.host.chunks_exact_mut(spec.vocab).enumerate() {
-            if let Some(cap) = spec.final_softcap {
-                row.iter_mut().for_each(|v| *v = cap * libm::tanhf(*v / cap));
-            }
-            each(chunk_index * ws.logit_rows + i, row);
+        let mut rows = ws.samples.logits.chunks_exact_mut(spec.vocab);
+        for (i, (want, token)) in (first..).zip(wants.iter().zip(&ws.samples.tokens)) {
+            let row = match want {
+                Want::Token(_) => Row::Token(*token),
+                Want::Logits => {
+                    let Some(row) = rows.next() else { break };
+                    if let Some(cap) = spec.final_softcap {
+                        row.iter_mut().for_each(|v| *v = cap * libm::tanhf(*v / cap));
+                    }
+                    Row::Logits(row)
+                }
+            };
+            each(i, row);
         }
     }
     Ok(())

@@ -1,32 +1,39 @@
-//! Draws the next token from a row of logits.
+//! Draws the next token from a row of logits, on the host or on the device that has them.
 //!
 //! The steps, in order: repetition, presence and frequency penalties; logit bias; forbidden
-//! tokens; then greedy (the greatest logit, ties to the lowest id), or: temperature, min-p,
-//! top-k, top-p (each on what the one before it left), and one draw.
+//! tokens; then what [`dunlin_backend::draw`] does, the same on every device. [`drawing`] says
+//! whether a device can take all of them; else [`sample`] does, with the logits on the host.
 //!
 //! **The draw depends on (seed, position) and the logits alone.** Its uniform number comes from
 //! Philox, a counter-based generator, so a replay on another node draws the same token without
-//! any state being carried. Probabilities are integers (the likeliest token weighs 2^40), so
-//! that sums do not depend on their order, and `exp` is our own polynomial, so that they do not
-//! depend on the machine's libm. Tokens less than 2^-41 as likely as the likeliest weigh nothing.
+//! any state being carried.
 //!
-//! Logprobs are those of the model itself, before any of these steps, as OpenAI's are.
+//! Logprobs are those of the model itself, before any of these steps, as OpenAI's are. Their `exp`
+//! is our own polynomial, so that they do not depend on the machine's libm.
 
 use crate::engine::SampleFailure;
 use crate::sampling::{SamplingParams, TokenLogprob};
+use dunlin_backend::Draw;
+use dunlin_backend::draw::{self, ID_BITS, all_finite, greatest};
 use std::cell::RefCell;
 
 /// The largest vocabulary that can be sampled from; larger models are refused when opened.
 pub const MAX_VOCAB: usize = 1 << ID_BITS;
 
-const ID_BITS: u32 = 22;
-const ID_MASK: u64 = (1 << ID_BITS) - 1;
-/// Weight of the likeliest token.
-const ONE: u64 = 1 << 40;
 /// The least logprob reported; what OpenAI's interface uses for "practically never".
 const LEAST_LOGPROB: f32 = -9999.0;
-/// First guess at how many tokens top-p keeps.
-const TOP_P_GUESS: usize = 64;
+
+/// The whole draw as a device does it, or `None` where the host must have the logits: for logprobs,
+/// and for the repetition penalty, whose division devices round in ways of their own.
+pub fn drawing(
+    params: &SamplingParams,
+    position: u32,
+    output: &[u32],
+    forbidden: &[u32],
+) -> Option<Draw> {
+    let here = params.logprobs.is_some() || params.repetition_penalty != 1.0;
+    (!here).then(|| draw_of(params, position, output, forbidden))
+}
 
 /// Draws the token for `position` (counted from the start of prompt and output). `prompt` and
 /// `output` matter only where `params.needs_history()`. Uses `logits` as scratch.
@@ -43,37 +50,21 @@ pub fn sample(
     if !all_finite(logits) || logits.len() > MAX_VOCAB {
         return Err(SampleFailure::NotFinite);
     }
-    SCRATCH.with_borrow_mut(|Scratch { raw, keys }| {
+    RAW.with_borrow_mut(|raw| {
         if params.logprobs.is_some() {
             raw.clear();
             raw.extend_from_slice(logits);
         }
-        adjust(logits, params, prompt, output, forbidden);
-        // Biases may make -inf, which is never drawn; anything else not finite is an error.
-        let greatest = greatest(logits);
-        if !greatest.is_finite() || logits.iter().any(|l| l.is_nan()) {
-            return Err(SampleFailure::NotFinite);
-        }
-        let token = if params.temperature <= 0.0 {
-            first_at(logits, greatest)
-        } else {
-            draw(logits, greatest, params, uniform(params.seed, position), keys)
-        };
+        penalise_repetition(logits, params, prompt, output);
+        let token = draw::draw(logits, &draw_of(params, position, output, forbidden));
         let token = token.ok_or(SampleFailure::NotFinite)?;
         Ok((token, params.logprobs.map(|top| logprob_of(raw, token, top))))
     })
 }
 
-/// Buffers that a thread keeps, so that drawing allocates nothing. Their content means nothing
-/// between two draws.
-#[derive(Default)]
-struct Scratch {
-    raw: Vec<f32>,
-    keys: Vec<u64>,
-}
-
 thread_local! {
-    static SCRATCH: RefCell<Scratch> = RefCell::default();
+    /// The model's own logits of the draw under way, so that drawing allocates nothing.
+    static RAW: RefCell<Vec<f32>> = RefCell::default();
 }
 
 /// Log-probability of `token` under softmax of `logits`, with the `top` likeliest tokens
@@ -97,141 +88,53 @@ pub fn uniform(seed: u64, position: u32) -> u64 {
     u64::from(a) | u64::from(b) << 32
 }
 
-/// Penalties, biases, forbidden tokens.
-fn adjust(
+/// All but logprobs and the repetition penalty.
+fn draw_of(params: &SamplingParams, position: u32, output: &[u32], forbidden: &[u32]) -> Draw {
+    let mut add = presence_and_frequency(params, output);
+    add.extend(&params.logit_bias);
+    Draw {
+        temperature: params.temperature,
+        top_k: params.top_k,
+        top_p: params.top_p,
+        min_p: params.min_p,
+        random: uniform(params.seed, position),
+        add,
+        forbidden: forbidden.to_vec(),
+    }
+}
+
+fn penalise_repetition(
     logits: &mut [f32],
     params: &SamplingParams,
     prompt: &[u32],
     output: &[u32],
-    forbidden: &[u32],
 ) {
-    penalise(logits, params, prompt, output);
-    for &(id, bias) in &params.logit_bias {
+    if params.repetition_penalty == 1.0 {
+        return;
+    }
+    let mut seen: Vec<u32> = prompt.iter().chain(output).copied().collect();
+    seen.sort_unstable();
+    seen.dedup();
+    for id in seen {
         if let Some(logit) = logits.get_mut(id as usize) {
-            *logit += bias;
-        }
-    }
-    for &id in forbidden {
-        if let Some(logit) = logits.get_mut(id as usize) {
-            *logit = f32::NEG_INFINITY;
+            let p = params.repetition_penalty;
+            *logit = if *logit > 0.0 { *logit / p } else { *logit * p };
         }
     }
 }
 
-fn penalise(logits: &mut [f32], params: &SamplingParams, prompt: &[u32], output: &[u32]) {
-    if params.repetition_penalty != 1.0 {
-        let mut seen: Vec<u32> = prompt.iter().chain(output).copied().collect();
-        seen.sort_unstable();
-        seen.dedup();
-        for id in seen {
-            if let Some(logit) = logits.get_mut(id as usize) {
-                let p = params.repetition_penalty;
-                *logit = if *logit > 0.0 { *logit / p } else { *logit * p };
-            }
-        }
+/// What these penalties add to the logits of tokens that were drawn before.
+fn presence_and_frequency(params: &SamplingParams, output: &[u32]) -> Vec<(u32, f32)> {
+    if params.presence_penalty == 0.0 && params.frequency_penalty == 0.0 {
+        return Vec::new();
     }
-    if params.presence_penalty != 0.0 || params.frequency_penalty != 0.0 {
-        let mut counted = output.to_vec();
-        counted.sort_unstable();
-        for run in counted.chunk_by(|a, b| a == b) {
-            if let Some(logit) = run.first().and_then(|id| logits.get_mut(*id as usize)) {
-                let count = run.len() as f32;
-                *logit -= params.presence_penalty + params.frequency_penalty * count;
-            }
-        }
-    }
-}
-
-/// A kept token: weight above, complement of the id below, so that descending order is by
-/// weight, then by ascending id.
-fn pack(weight: u64, id: u32) -> u64 {
-    weight << ID_BITS | (ID_MASK - u64::from(id))
-}
-
-fn weight_of(key: u64) -> u64 {
-    key >> ID_BITS
-}
-
-fn id_of(key: u64) -> u32 {
-    (ID_MASK - (key & ID_MASK)) as u32
-}
-
-/// Filters and draws; turns `logits` into weights. `None` only where no token has any weight.
-fn draw(
-    logits: &mut [f32],
-    greatest: f32,
-    params: &SamplingParams,
-    random: u64,
-    keys: &mut Vec<u64>,
-) -> Option<u32> {
-    let least = ((f64::from(params.min_p) * ONE as f64).ceil() as u64).clamp(1, ONE);
-    // In a loop of its own, which the compiler turns into vector instructions.
-    for logit in logits.iter_mut() {
-        *logit = exp((*logit - greatest) / params.temperature);
-    }
-    keys.clear();
-    for (id, &probability) in (0u32..).zip(&*logits) {
-        let w = weight(probability);
-        if w >= least {
-            keys.push(pack(w, id));
-        }
-    }
-    let mut in_order = true;
-    let k = params.top_k as usize;
-    if k > 0 && k < keys.len() {
-        keys.select_nth_unstable_by(k - 1, |a, b| b.cmp(a));
-        keys.truncate(k);
-        in_order = false;
-    }
-    if params.top_p < 1.0 {
-        keep_top_p(keys, params.top_p);
-        in_order = false;
-    }
-    if !in_order {
-        keys.sort_unstable_by_key(|k| id_of(*k));
-    }
-    let total: u64 = keys.iter().map(|k| weight_of(*k)).sum();
-    let mut target = ((u128::from(random) * u128::from(total)) >> 64) as u64;
-    for key in keys {
-        let w = weight_of(*key);
-        if target < w {
-            return Some(id_of(*key));
-        }
-        target -= w;
-    }
-    None
-}
-
-/// The fewest likeliest tokens that hold at least `top_p` of the weight; at least one. Sorts
-/// only as many as it needs.
-fn keep_top_p(keys: &mut Vec<u64>, top_p: f32) {
-    let total: u64 = keys.iter().map(|k| weight_of(*k)).sum();
-    let need = (f64::from(top_p) * total as f64).ceil() as u64;
-    let mut n = TOP_P_GUESS;
-    loop {
-        n = n.min(keys.len());
-        if n < keys.len() {
-            keys.select_nth_unstable_by(n, |a, b| b.cmp(a));
-        }
-        keys[..n].sort_unstable_by(|a, b| b.cmp(a));
-        let mut mass = 0;
-        for i in 0..n {
-            mass += weight_of(keys[i]);
-            if mass >= need {
-                keys.truncate(i + 1);
-                return;
-            }
-        }
-        if n == keys.len() {
-            return;
-        }
-        n *= 8;
-    }
-}
-
-/// A probability (relative to the likeliest, at most 1) as a whole number, rounded down.
-fn weight(probability: f32) -> u64 {
-    (probability * ONE as f32) as i64 as u64
+    let mut counted = output.to_vec();
+    counted.sort_unstable();
+    let penalty = |run: &[u32]| {
+        let penalty = params.presence_penalty + params.frequency_penalty * run.len() as f32;
+        run.first().map(|id| (*id, -penalty))
+    };
+    counted.chunk_by(|a, b| a == b).filter_map(penalty).collect()
 }
 
 /// `e^x` for `x <= 0`, with a relative error below 3e-7: one reduction to `[-ln2/2, ln2/2]`, a
@@ -269,25 +172,6 @@ fn sum_exp(logits: &[f32], max: f32) -> f64 {
         }
     }
     lanes.iter().sum()
-}
-
-fn all_finite(values: &[f32]) -> bool {
-    values.iter().fold(true, |all, v| all & v.is_finite())
-}
-
-/// The greatest value; -inf for none. NaNs are passed over.
-fn greatest(values: &[f32]) -> f32 {
-    let mut lanes = [f32::NEG_INFINITY; 8];
-    for chunk in values.chunks(8) {
-        for (lane, v) in lanes.iter_mut().zip(chunk) {
-            *lane = if *v > *lane { *v } else { *lane };
-        }
-    }
-    lanes.iter().copied().fold(f32::NEG_INFINITY, f32::max)
-}
-
-fn first_at(values: &[f32], value: f32) -> Option<u32> {
-    values.iter().position(|v| *v == value).and_then(|i| u32::try_from(i).ok())
 }
 
 /// The `n` greatest logits, descending, ties to the lower id.

@@ -1,9 +1,10 @@
 //! The sampler against a naive twin, and against what each parameter promises.
 
 use super::*;
+use dunlin_backend::draw::{ONE, steps_below, weight};
 use proptest::prelude::*;
 
-/// Sorts everything, keeps lists, shares only `exp` and the generator with the fast one.
+/// Sorts everything, keeps lists, shares only the weights and the generator with the fast one.
 fn naive(
     logits: &[f32],
     params: &SamplingParams,
@@ -37,39 +38,43 @@ fn naive(
     if params.temperature == 0.0 {
         return l.iter().position(|x| *x == max).map(|i| i as u32);
     }
-    let mut all: Vec<(u64, u32)> = l
+    let scale = (std::f32::consts::LOG2_E / params.temperature).clamp(1e-30, 1e30);
+    let mut all: Vec<(u32, u64, u32)> = l
         .iter()
         .enumerate()
-        .map(|(id, x)| (weight(exp((x - max) / params.temperature)), id as u32))
-        .filter(|(w, _)| *w > 0 && *w as f64 >= f64::from(params.min_p) * ONE as f64)
+        .map(|(id, x)| (steps_below(max, *x, scale), id as u32))
+        .map(|(steps, id)| (steps, weight(steps), id))
+        .filter(|(_, w, _)| *w > 0 && *w as f64 >= f64::from(params.min_p) * ONE as f64)
         .collect();
-    all.sort_by_key(|(w, id)| (std::cmp::Reverse(*w), *id));
+    all.sort_by_key(|(steps, _, id)| (*steps, *id));
     if params.top_k > 0 {
         all.truncate(params.top_k as usize);
     }
     if params.top_p < 1.0 {
-        let total: u64 = all.iter().map(|a| a.0).sum();
-        let mut mass = 0;
+        let total: u64 = all.iter().map(|a| a.1).sum();
+        // In units of 2^-32, as the sampler has it.
+        let share = (f64::from(params.top_p) * (1u64 << 32) as f64).ceil() as u128;
+        let mut mass = 0u128;
         let mut kept = Vec::new();
-        for (w, id) in all {
-            kept.push((w, id));
-            mass += w;
-            if mass as f64 >= f64::from(params.top_p) * total as f64 {
+        for one in all {
+            kept.push(one);
+            mass += u128::from(one.1);
+            if mass << 32 >= share * u128::from(total) {
                 break;
             }
         }
         all = kept;
     }
-    all.sort_by_key(|(_, id)| *id);
-    let total: u64 = all.iter().map(|a| a.0).sum();
+    all.sort_by_key(|(_, _, id)| *id);
+    let total: u64 = all.iter().map(|a| a.1).sum();
     let target = (u128::from(uniform(params.seed, position)) * u128::from(total)) >> 64;
     let mut mass = 0u128;
     all.into_iter()
-        .find(|(w, _)| {
+        .find(|(_, w, _)| {
             mass += u128::from(*w);
             target < mass
         })
-        .map(|(_, id)| id)
+        .map(|(_, _, id)| id)
 }
 
 prop_compose! {
@@ -115,6 +120,9 @@ proptest! {
         let want = naive(&logits, &params, position, &prompt, &output, &forbidden);
         let got = sample(&mut logits.clone(), &params, position, &prompt, &output, &forbidden);
         prop_assert_eq!(got.map(|g| g.0).ok(), want);
+        if let Some(how) = drawing(&params, position, &output, &forbidden) {
+            prop_assert_eq!(dunlin_backend::draw::draw(&mut logits.clone(), &how), want);
+        }
     }
 
     #[test]

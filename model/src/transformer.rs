@@ -1,17 +1,18 @@
 //! The transformer engine: one stage of a real model on one device.
 //!
-//! It checks the batch, runs the forward pass, and draws tokens from the logits. It knows nothing
+//! It checks the batch, runs the forward pass, and has tokens drawn from the logits: on the device,
+//! or here where the logits themselves are wanted. It knows nothing
 //! of queues, of who owns which block, or of how activations travel.
 
 use crate::engine::{
     Batch, BatchSeq, Collective, Engine, EngineError, Flip, SampleFailure, Sampled, StageOutput,
     StageSpec,
 };
-use crate::forward::{self, Rows, Workspace};
+use crate::forward::{self, Row, Rows, Workspace};
 use crate::sampler;
 use crate::sampling::TokenLogprob;
 use crate::stage::{Changed, SharedStage, StageWeights};
-use dunlin_backend::{Backend, BackendError, KvSpec, SeqRows};
+use dunlin_backend::{Backend, BackendError, Draw, KvSpec, SeqRows, Want};
 use std::sync::Arc;
 
 /// One shard's state: shared weights, its own KV store and workspace.
@@ -248,21 +249,45 @@ impl<B: Backend> TransformerEngine<B> {
         let rows: Vec<u32> = wanted.iter().map(|w| w.row as u32).collect();
         let mut draws: Vec<Option<Sampled>> = batch.seqs.iter().map(nothing_yet).collect();
         let draws_here = self.stage.rank == 0;
-        let (backend, poisoned) = (self.backend.as_ref(), &self.poisoned);
-        forward::logits(backend, &self.weights, &rows, group, &mut self.workspace, |i, logits| {
+        let poisoned = |seq: &BatchSeq| self.poisoned.contains(&seq.request);
+        let on_device = forward::draws_on_device(&self.weights);
+        let want = |seq: &BatchSeq| match on_device && !poisoned(seq) {
+            true => drawing(seq).map_or(Want::Logits, Want::Token),
+            false => Want::Logits,
+        };
+        let wants: Vec<Want> = wanted.iter().map(|w| want(&batch.seqs[w.seq])).collect();
+        let (backend, weights) = (self.backend.as_ref(), &self.weights);
+        let ask = (&rows[..], &wants[..]);
+        forward::logits(backend, weights, ask, group, &mut self.workspace, |i, row| {
             let want = &wanted[i];
-            if !draws_here {
-                return;
-            }
-            if poisoned.contains(&batch.seqs[want.seq].request) {
-                logits.fill(f32::NAN);
-            }
-            if let Some(sampled) = &mut draws[want.seq] {
-                look(&batch.seqs[want.seq], want.offset, want.last, logits, sampled);
+            let seq = &batch.seqs[want.seq];
+            let (true, Some(sampled)) = (draws_here, &mut draws[want.seq]) else { return };
+            match row {
+                Row::Token(token) => sampled.token = token.ok_or(SampleFailure::NotFinite),
+                Row::Logits(logits) => {
+                    if poisoned(seq) {
+                        logits.fill(f32::NAN);
+                    }
+                    look(seq, want.offset, want.last, logits, sampled);
+                }
             }
         })?;
         Ok(if draws_here { draws.into_iter().flatten().collect() } else { Vec::new() })
     }
+}
+
+/// What a device needs to draw this sequence's token, if that is all that is wanted of it.
+fn drawing(seq: &BatchSeq) -> Option<Draw> {
+    if seq.prompt_logprobs.is_some() {
+        return None;
+    }
+    let ask = seq.sample.as_ref()?;
+    sampler::drawing(&ask.params, next_position(seq), &ask.output, &ask.forbidden)
+}
+
+/// Where the token after this chunk goes.
+fn next_position(seq: &BatchSeq) -> u32 {
+    seq.position + seq.tokens.len() as u32
 }
 
 struct Wanted {
@@ -299,7 +324,7 @@ fn look(seq: &BatchSeq, offset: usize, last: bool, logits: &mut [f32], into: &mu
         }
     }
     if let (true, Some(ask)) = (last, &seq.sample) {
-        let position = seq.position + seq.tokens.len() as u32;
+        let position = next_position(seq);
         let SampleDraw { token, logprob } = match sampler::sample(
             logits,
             &ask.params,

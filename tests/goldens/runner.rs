@@ -1,8 +1,8 @@
 //! One sequence through a whole model on any backend.
 
-use dunlin_backend::{Backend, KvSpec, SeqRows};
+use dunlin_backend::{Backend, KvSpec, SeqRows, Want};
 use dunlin_model::engine::{Alone, Collective, StageSpec};
-use dunlin_model::forward::{self, Rows, Workspace};
+use dunlin_model::forward::{self, Row, Rows, Workspace};
 use dunlin_model::stage::StageWeights;
 use dunlin_model::weights::WeightSource;
 
@@ -87,7 +87,9 @@ impl<B: Backend> Runner<B> {
             forward::embed(backend, weights, part, ws).expect("embed");
             let place = Rows { seqs: &seqs, positions: &positions };
             forward::layers(backend, weights, &place, &mut self.kv, group, ws).expect("layers");
-            forward::logits(backend, weights, &wanted, group, ws, |_, row| {
+            let wants = vec![Want::Logits; wanted.len()];
+            forward::logits(backend, weights, (&wanted, &wants), group, ws, |_, row| {
+                let Row::Logits(row) = row else { unreachable!("no token was asked for") };
                 rows.push(row.to_vec());
             })
             .expect("logits");

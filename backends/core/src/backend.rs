@@ -2,12 +2,13 @@
 //!
 //! Contract for every backend:
 //! - Activations are float32, row-major `[rows, cols]`, one row per token of the step.
-//! - Ops enqueue in program order; [`Backend::download`] waits. A host backend may run at once.
+//! - Ops enqueue in program order; [`Backend::download`] and [`Backend::sample`] wait. A host backend may run at once.
 //! - **Batch invariance**: each output row is a function of its own input row (and of its own
 //!   sequence's KV) alone, bit for bit: fixed reduction order, fixed KV tile of [`KV_TILE`]
 //!   tokens, no atomics, no dependence on how many rows share the call or on thread count.
 //! - Nothing allocates per op after [`Backend::tensor`] made the workspaces.
 
+use crate::draw::{self, Samples, Want};
 use crate::{BackendError, HostTensor};
 use std::ops::Range;
 
@@ -253,6 +254,26 @@ pub trait Backend: Send + Sync + Sized + 'static {
         rows: &[u32],
         out: &mut Self::Tensor,
     ) -> Result<(), BackendError>;
+
+    /// Draws the tokens of rows of logits, or reads rows back, and waits as [`Backend::download`]
+    /// does. `wants` has one entry for each row in use. The logits may be changed. Drawn tokens are
+    /// those of [`draw::draw`], to the bit; a backend without a way of its own draws on the host.
+    fn sample(
+        &self,
+        logits: &mut Self::Tensor,
+        wants: &[Want],
+        out: &mut Samples,
+    ) -> Result<(), BackendError> {
+        self.download(logits, &mut out.logits)?;
+        let values = out.logits.len();
+        let cols = values.checked_div(wants.len()).unwrap_or(0);
+        if cols * wants.len() != values {
+            let detail = format!("{values} logits in {} rows", wants.len());
+            return Err(BackendError::Shape { op: "sample", detail });
+        }
+        draw::sample_rows(cols, wants, out);
+        Ok(())
+    }
 
     /// Copies whole KV blocks (copy-on-write), all layers.
     fn kv_copy(&self, kv: &mut Self::Kv, pairs: &[(u32, u32)]) -> Result<(), BackendError>;

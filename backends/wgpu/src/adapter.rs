@@ -111,6 +111,11 @@ fn features(have: wgpu::Features) -> Vec<&'static str> {
     known.into_iter().filter(|(f, _)| have.contains(*f)).map(|(_, name)| name).collect()
 }
 
+/// What kernels use where an adapter has it.
+const USED: wgpu::Features = wgpu::Features::SUBGROUP
+    .union(wgpu::Features::SHADER_F16)
+    .union(wgpu::Features::PIPELINE_CACHE);
+
 /// Opens what `id` names.
 pub(crate) fn open(id: &str) -> Result<Arc<Gpu>, WgpuError> {
     let wanted = Wanted::parse(id)?;
@@ -133,7 +138,7 @@ pub(crate) fn open(id: &str) -> Result<Arc<Gpu>, WgpuError> {
     }
     let asked = pollster::block_on(adapter.request_device(&wgpu::DeviceDescriptor {
         label: Some("dunlin"),
-        required_features: wgpu::Features::IMMEDIATES,
+        required_features: wgpu::Features::IMMEDIATES | (adapter.features() & USED),
         required_limits: adapter.limits(),
         memory_hints: wgpu::MemoryHints::MemoryUsage,
         ..Default::default()

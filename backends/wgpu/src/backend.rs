@@ -7,11 +7,12 @@ use crate::kernels::Kernel;
 use crate::kv::WgpuKv;
 use crate::pack::WgpuWeight;
 use crate::record::Recorder;
+use crate::sample;
 use crate::tensor::{WgpuTensor, same, shape, word};
 use crate::tune::Tuning;
 use dunlin_backend::{
     Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvSpec,
-    LinearPart, Part, Rope, RopeStyle, SeqRows,
+    LinearPart, Part, Rope, RopeStyle, Samples, SeqRows, Want,
 };
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -29,6 +30,7 @@ pub struct WgpuBackend {
 struct Inner {
     rec: Recorder,
     experts: experts::Scratch,
+    draws: sample::Scratch,
     rotations: Rotations,
 }
 
@@ -44,9 +46,9 @@ impl WgpuBackend {
         };
         let nothing = gpu.storage(16, "a placeholder").map_err(refused)?;
         let rec = Recorder::new(gpu.clone()).map_err(refused)?;
-        let tuning = Tuning::start(gpu.software);
-        let (experts, rotations) = Default::default();
-        let inner = Mutex::new(Inner { rec, experts, rotations });
+        let tuning = Tuning::start(gpu.software, gpu.has(wgpu::Features::SUBGROUP));
+        let (experts, draws, rotations) = Default::default();
+        let inner = Mutex::new(Inner { rec, experts, draws, rotations });
         let mut made = Self { gpu: gpu.clone(), nothing, tuning, inner };
         made.tune().map_err(refused)?;
         Ok(made)
@@ -263,8 +265,8 @@ impl Backend for WgpuBackend {
         out.clear();
         out.reserve(t.rows * t.cols);
         let bytes = (t.rows * t.stride * size_of::<f32>()) as u64;
-        self.inner.lock().rec.read(&t.buffer, bytes, |values| {
-            for row in values.chunks_exact(t.stride) {
+        self.inner.lock().rec.read(&[(&t.buffer, 0..bytes)], |values| {
+            for row in bytemuck::cast_slice::<_, f32>(values).chunks_exact(t.stride) {
                 out.extend_from_slice(&row[..t.cols]);
             }
         })
@@ -448,6 +450,16 @@ impl Backend for WgpuBackend {
         let stride = word(x.stride / 4);
         let size = (stride.div_ceil(32), word(rows.len()));
         rec.dispatch(Kernel::Gather, &[&*arena, &x.buffer], &[&out.buffer], &[at, stride], size)
+    }
+
+    fn sample(
+        &self,
+        logits: &mut WgpuTensor,
+        wants: &[Want],
+        out: &mut Samples,
+    ) -> Result<(), BackendError> {
+        let Inner { rec, draws, .. } = &mut *self.inner.lock();
+        sample::run(self, rec, draws, logits, wants, out)
     }
 
     fn kv_copy(&self, kv: &mut WgpuKv, pairs: &[(u32, u32)]) -> Result<(), BackendError> {

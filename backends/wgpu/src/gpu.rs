@@ -94,6 +94,11 @@ impl Gpu {
         BackendError::DeviceLost { device: self.id.clone(), reason }
     }
 
+    /// Whether the device was opened with a feature.
+    pub fn has(&self, feature: wgpu::Features) -> bool {
+        self.device.features().contains(feature)
+    }
+
     pub fn total_bytes(&self) -> u64 {
         self.total
     }
@@ -192,7 +197,7 @@ impl Gpu {
         staging: &Buffer,
         bytes: u64,
         submission: wgpu::SubmissionIndex,
-        mut take: impl FnMut(&[f32]),
+        mut take: impl FnMut(&[u8]),
     ) -> Result<(), BackendError> {
         let (send, receive) = mpsc::channel();
         staging.raw.map_async(wgpu::MapMode::Read, 0..bytes, move |result| {
@@ -205,7 +210,7 @@ impl Gpu {
         {
             let view = staging.raw.get_mapped_range(0..bytes);
             let view = view.map_err(|e| self.lost(format!("mapping: {e}")))?;
-            take(bytemuck::cast_slice(&view));
+            take(&view);
         }
         staging.raw.unmap();
         Ok(())

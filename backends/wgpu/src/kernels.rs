@@ -40,6 +40,12 @@ pub(crate) enum Kernel {
     Gather,
     KvCopy,
     Route,
+    /// `subgroups`: fewer steps through workgroup memory where the adapter has them.
+    SampleScan {
+        subgroups: bool,
+    },
+    SampleAdjust,
+    SampleDraw,
 }
 
 macro_rules! text {
@@ -64,6 +70,8 @@ impl Kernel {
             Kernel::Attention { .. } => (4, 1),
             Kernel::Gather => (2, 1),
             Kernel::KvCopy => (1, 2),
+            Kernel::SampleScan { .. } | Kernel::SampleAdjust => (1, 1),
+            Kernel::SampleDraw => (3, 1),
         }
     }
 
@@ -112,6 +120,16 @@ impl Kernel {
             Kernel::Gather => text!("gather").to_owned(),
             Kernel::KvCopy => text!("kv_copy").to_owned(),
             Kernel::Route => text!("route").to_owned(),
+            Kernel::SampleScan { subgroups } => {
+                let (keep, drop) = match subgroups {
+                    true => ("@subgroup", "@plain"),
+                    false => ("@plain", "@subgroup"),
+                };
+                let body = repeat(&repeat(text!("sample_scan"), keep, "$", 1), drop, "$", 0);
+                [text!("sample"), &body].concat()
+            }
+            Kernel::SampleAdjust => [text!("sample"), text!("sample_adjust")].concat(),
+            Kernel::SampleDraw => [text!("sample"), text!("sample_draw")].concat(),
         };
         [text!("common"), &body].concat()
     }
@@ -211,6 +229,10 @@ pub fn shader_texts() -> Vec<(String, String, &'static str)> {
         Kernel::Gather,
         Kernel::KvCopy,
         Kernel::Route,
+        Kernel::SampleScan { subgroups: false },
+        Kernel::SampleScan { subgroups: true },
+        Kernel::SampleAdjust,
+        Kernel::SampleDraw,
     ]);
     all.into_iter().map(|k| (format!("{k:?}"), k.text(), k.entry())).collect()
 }

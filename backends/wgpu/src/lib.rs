@@ -3,8 +3,8 @@
 //!
 //! - Weights stay quantised in device memory, in tiles of 32 interleaved rows ([`pack`]); the
 //!   shaders (`shaders/` of the repository) unpack them.
-//! - Ops are recorded; [`download`](dunlin_backend::Backend::download) submits all of them at once
-//!   and waits. What the host adds to a step (ids, positions, block tables) goes through one small
+//! - Ops are recorded; [`download`](dunlin_backend::Backend::download) and
+//!   [`sample`](dunlin_backend::Backend::sample) submit all of them at once and wait. What the host adds to a step (ids, positions, block tables) goes through one small
 //!   arena buffer.
 //! - Arithmetic is float32 over dequantised weights, in a fixed order: a row's bits do not depend
 //!   on its company, on chunks, or on which variant of a kernel ran.
@@ -23,6 +23,7 @@ mod measure;
 mod memory;
 mod pack;
 mod record;
+mod sample;
 mod tensor;
 mod tune;
 

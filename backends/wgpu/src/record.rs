@@ -156,14 +156,16 @@ impl Recorder {
         self.gpu.check()
     }
 
-    /// The same, followed by reading the first `bytes` of `from`: the step's one wait.
+    /// The same, followed by reading these parts of buffers, which `take` gets one after the other:
+    /// the step's one wait. Parts begin and end on whole words.
     pub fn read(
         &mut self,
-        from: &Buffer,
-        bytes: u64,
-        take: impl FnMut(&[f32]),
+        from: &[(&Buffer, Range<u64>)],
+        take: impl FnMut(&[u8]),
     ) -> Result<(), BackendError> {
         self.gpu.check()?;
+        let size = |part: &Range<u64>| part.end - part.start;
+        let bytes = from.iter().map(|(_, part)| size(part)).sum();
         if bytes == 0 {
             return Ok(());
         }
@@ -172,7 +174,11 @@ impl Recorder {
         }
         let mut encoder = self.encode();
         let Some(staging) = &self.staging else { return Err(self.gpu.lost("no staging buffer")) };
-        encoder.copy_buffer_to_buffer(&from.raw, 0, &staging.raw, 0, bytes);
+        let mut to = 0;
+        for (buffer, part) in from.iter().filter(|(_, part)| size(part) > 0) {
+            encoder.copy_buffer_to_buffer(&buffer.raw, part.start, &staging.raw, to, size(part));
+            to += size(part);
+        }
         let submission = self.gpu.queue.submit([encoder.finish()]);
         let read = self.gpu.read(staging, bytes, submission, take);
         if read.is_err() {

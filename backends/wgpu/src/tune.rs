@@ -29,6 +29,8 @@ pub struct Tuning {
     pub(crate) norm_lanes: u32,
     /// Query heads of an attention workgroup.
     pub(crate) attention_heads: u32,
+    /// Whether the scan of logits reduces by subgroups.
+    pub(crate) subgroup_scan: bool,
 }
 
 /// Rows from which a call counts as having many.
@@ -55,10 +57,10 @@ impl Product {
 impl Tuning {
     /// Before anything is measured. A barrier is dear on a software adapter and eight lanes are one
     /// vector; elsewhere barriers are cheap.
-    pub(crate) fn start(software: bool) -> Self {
+    pub(crate) fn start(software: bool, subgroups: bool) -> Self {
         let (norm_lanes, attention_heads) = if software { (8, 1) } else { (64, 4) };
         let (one_row, many_rows) = (Product::Rows(1, 4), Product::Rows(4, 4));
-        Self { one_row, many_rows, norm_lanes, attention_heads }
+        Self { one_row, many_rows, norm_lanes, attention_heads, subgroup_scan: subgroups }
     }
 
     pub(crate) fn product(&self, rows: usize) -> Product {

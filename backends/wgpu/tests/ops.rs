@@ -5,8 +5,8 @@ mod common;
 
 use common::*;
 use dunlin_backend::{
-    Activation, Backend, BackendError, Experts, HostTensor, LinearPart, Part, Reference, Rope,
-    RopeStyle,
+    Activation, Backend, BackendError, Draw, Experts, HostTensor, LinearPart, Part, Reference,
+    Rope, RopeStyle, Samples, Want,
 };
 use dunlin_wgpu::Product;
 use proptest::prelude::{ProptestConfig, any, prop_assert, prop_assert_eq, proptest};
@@ -215,4 +215,62 @@ fn wrong_calls_are_refused() {
     assert!(shape(b.upload(&[0.0; 33], &mut y)));
     assert!(shape(b.set_rows(&mut y, 3)));
     assert!(shape(b.tensor(usize::MAX / 8, 64).map(drop)));
+}
+
+/// Parameters of a draw as requests have them, rare ones often.
+fn any_draw(r: &mut Random, cols: usize) -> Draw {
+    let ids = |r: &mut Random, n: usize| -> Vec<u32> {
+        (0..r.below(n)).map(|_| r.below(cols + 2) as u32).collect()
+    };
+    let unit = |r: &mut Random| r.float().abs();
+    Draw {
+        temperature: [0.0, 1.0, 0.1 + 2.0 * unit(r), 1e-40][r.below(4)],
+        top_k: [0, 1 + r.below(2 * cols) as u32, 1 + r.below(9) as u32][r.below(3)],
+        top_p: [1.0, unit(r), 0.0, 0.001 * unit(r)][r.below(4)],
+        min_p: [0.0, unit(r), 0.01 * unit(r), 1.0][r.below(4)],
+        random: r.bits(),
+        add: ids(r, 4)
+            .into_iter()
+            .map(|id| (id, [9.0 * r.float(), f32::NEG_INFINITY][r.below(2)]))
+            .collect(),
+        forbidden: ids(r, 5),
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    /// To the bit, whatever the company.
+    #[test]
+    fn samples_are_those_of_the_host(seed in any::<u64>()) {
+        let mut r = Random::new(seed);
+        let most = [5, 300, 9000][r.below(3)];
+        let cols = 1 + r.below(most);
+        let rows = 1 + r.below(5);
+        let (size, whole) = ([1.0, 20.0, 1e-3][r.below(3)], r.below(2) == 0);
+        // Whole numbers now and then, so that ties happen.
+        let value = |v: f32| if whole { (v * 3.0).round() } else { v * size };
+        let mut logits: Vec<f32> = r.floats(rows * cols).into_iter().map(value).collect();
+        if r.below(4) == 0 {
+            let at = r.below(rows * cols);
+            logits[at] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 3e38][r.below(5)];
+        }
+        let wants: Vec<Want> = (0..rows)
+            .map(|_| match r.below(4) {
+                0 => Want::Logits,
+                _ => Want::Token(any_draw(&mut r, cols)),
+            })
+            .collect();
+        let run = |logits: &[f32]| {
+            let mut t = upload(device(), cols, logits);
+            let mut out = Samples::default();
+            device().sample(&mut t, &wants, &mut out).unwrap();
+            out
+        };
+        let got = run(&logits);
+        let mut want = Samples { logits: logits.clone(), tokens: vec![] };
+        dunlin_backend::draw::sample_rows(cols, &wants, &mut want);
+        prop_assert_eq!(&got.tokens, &want.tokens, "{:?}", wants);
+        prop_assert!(same_bits(&got.logits, &want.logits));
+    }
 }
