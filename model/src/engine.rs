@@ -224,6 +224,11 @@ pub trait Engine: Send {
         Err(EngineError::Unsupported("spoil its logits"))
     }
 
+    /// Fault injection: the device is gone, as if it had been unplugged. Every step fails from now on.
+    fn lose(&mut self) -> Result<(), EngineError> {
+        Err(EngineError::Unsupported("lose its device"))
+    }
+
     /// Everything that a KV block holds, in the engine's own form.
     fn read_block(&self, _block: u32) -> Result<Vec<u8>, EngineError> {
         Err(EngineError::Unsupported("read a KV block"))

@@ -142,6 +142,10 @@ impl<B: Backend> Engine for TransformerEngine<B> {
         Ok(())
     }
 
+    fn lose(&mut self) -> Result<(), EngineError> {
+        Ok(self.backend.lose()?)
+    }
+
     fn read_block(&self, block: u32) -> Result<Vec<u8>, EngineError> {
         Ok(self.backend.kv_read(&self.kv, block)?)
     }

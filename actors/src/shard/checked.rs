@@ -138,6 +138,10 @@ impl Engine for CheckedEngine {
         self.inner.poison(request)
     }
 
+    fn lose(&mut self) -> Result<(), EngineError> {
+        self.inner.lose()
+    }
+
     /// The tags come first: they are part of the block, and share its fate.
     fn read_block(&self, block: u32) -> Result<Vec<u8>, EngineError> {
         let inner = self.inner.read_block(block)?;

@@ -255,6 +255,13 @@ impl FaultyEngine {
                 panic!("{text}");
             }
             Action::Fail { text, .. } => {
+                // A device that can really be lost is, and says so itself.
+                if self.inner.lose().is_ok()
+                    && let Err(error) = self.inner.step(batch, input, group)
+                {
+                    self.prove(&format!("{} fails: {error}", self.who), (0, 0));
+                    return Err(error);
+                }
                 self.prove(&format!("{} fails: {text}", self.who), (0, 0));
                 Err(EngineError::Backend(lost(&self.who, text)))
             }

@@ -318,6 +318,12 @@ pub trait Backend: Send + Sync + Sized + 'static {
     fn kv_put(&self, _kv: &mut Self::Kv, _block: u32, _content: &[u8]) -> Result<(), BackendError> {
         Err(cannot("kv_put"))
     }
+
+    /// Gives up the device, as if it had been unplugged: what is asked of it from now on is
+    /// [`BackendError::DeviceLost`], until it is opened anew.
+    fn lose(&self) -> Result<(), BackendError> {
+        Err(cannot("lose"))
+    }
 }
 
 fn cannot(op: &'static str) -> BackendError {
