@@ -1,22 +1,29 @@
 // Paged causal attention with an online softmax over tiles of 16 keys, in ascending order from the
-// tile of the first visible key: a row's result depends on its position and its sequence alone.
+// tile of the first visible key, and begun anew at every multiple of SPLIT keys: what splits give is
+// merged in ascending order (merge.wgsl), here or, so that a long context fills an adapter, by
+// attention_merge.wgsl. So a row's result depends on its position and its sequence alone.
 //
-// A workgroup has 16 threads for each of HEADS query heads of one row. Thread t scores key t of the
-// tile; then it owns the vec4s i = t (mod 16) of the head's output: lines marked @own stand for one
-// line each.
+// A workgroup has 16 threads for each of SLOTS groups of QUERIES query heads that read one KV head.
+// Thread t scores key t of the tile; then it owns the vec4s i = t (mod 16) of the heads' output.
+// Lines marked @own stand for one line each, @held for one line each vec4 of the query that stays in
+// registers, @q for one line each query head of the group.
+//
+// A tree mask would be one more word a row (which keys of its own step are its ancestors) and one
+// more condition where a key is scored.
 
 @group(0) @binding(0) var<storage, read> arena: array<u32>;
 @group(0) @binding(1) var<storage, read> q: array<f32>;
 @group(0) @binding(2) var<storage, read> keys: array<vec4<f32>>;
 @group(0) @binding(3) var<storage, read> values: array<vec4<f32>>;
+// The result, or the splits' results: [row][head][split][largest score, sum of shares, -, -, elements].
 @group(0) @binding(4) var<storage, read_write> out: array<f32>;
 
 struct Params {
     // Arena offset of [position, offset of its block table] of each row.
     rows: u32,
-    // Arena offset of the KV head (within this store) of each query head; NONE: another store's.
-    heads_of: u32,
-    heads: u32,
+    // Arena offset of [KV head (within this store), query heads] of each group; NONE: no more heads.
+    groups_of: u32,
+    groups: u32,
     // KV heads in this store.
     kv_heads: u32,
     block_tokens: u32,
@@ -27,14 +34,16 @@ struct Params {
     scale: f32,
     // 0: none.
     softcap: f32,
+    // Query heads, and splits that each has room for.
+    heads: u32,
+    splits: u32,
 }
 var<immediate> p: Params;
 
 const NONE = 0xffffffffu;
-const LOWEST = -3.0e38;
 
-var<workgroup> scores: array<f32, 16 * HEADS>;
-var<workgroup> shares: array<f32, 16 * HEADS>;
+var<workgroup> scores: array<f32, 16 * SLOTS * QUERIES>;
+var<workgroup> shares: array<f32, 16 * SLOTS * QUERIES>;
 
 fn query(at: u32, i: u32) -> vec4<f32> {
     let e = 4u * i;
@@ -46,26 +55,39 @@ fn query(at: u32, i: u32) -> vec4<f32> {
     return vec4<f32>(q[at + e], q[min(at + e + 1u, last)], q[min(at + e + 2u, last)], q[min(at + e + 3u, last)]);
 }
 
-fn store(to: u32, i: u32, result: vec4<f32>) {
-    for (var c = 0u; c < 4u; c++) {
-        if (4u * i + c < DIM) {
-            out[to + 4u * i + c] = result[c];
-        }
+fn capped(dot: vec4<f32>) -> f32 {
+    let score = ((dot.x + dot.y) + (dot.z + dot.w)) * p.scale;
+    if (p.softcap == 0.0) {
+        return score;
     }
+    return p.softcap * tanh_(score / p.softcap);
 }
 
-@compute @workgroup_size(16, HEADS)
+@whole fn store(to: u32, i: u32, result: vec4<f32>) {
+@whole    for (var c = 0u; c < 4u; c++) {
+@whole        if (4u * i + c < DIM) {
+@whole            out[to + 4u * i + c] = result[c];
+@whole        }
+@whole    }
+@whole }
+@part fn store(to: u32, i: u32, result: vec4<f32>) {
+@part    if (i < DIM4) {
+@part        for (var c = 0u; c < 4u; c++) {
+@part            out[to + 4u + 4u * i + c] = result[c];
+@part        }
+@part    }
+@part }
+
+@compute @workgroup_size(16, SLOTS)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) local: vec3<u32>) {
     let t = local.x;
-    let slot = local.y % HEADS;
+    let slot = local.y % SLOTS;
     let row = group.y;
-    let wanted = group.x * HEADS + slot;
-    // Threads of a head past the last work along, so that barriers are met by all; so do those of
-    // a head whose keys lie in another store.
-    let head = min(wanted, p.heads - 1u);
-    let kv_head = arena[p.heads_of + head];
-    let here = wanted < p.heads && kv_head != NONE;
-    let lane_head = select(0u, kv_head, here);
+    let blocks_of_groups = (p.groups + SLOTS - 1u) / SLOTS;
+    let wanted = (group.x % blocks_of_groups) * SLOTS + slot;
+    // Threads of a group past the last work along, so that barriers are met by all.
+    let at = p.groups_of + (QUERIES + 1u) * min(wanted, p.groups - 1u);
+    let kv_head = arena[at];
     let position = arena[p.rows + 2u * row];
     if (position == NONE) {
         return;
@@ -75,55 +97,95 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
     if (p.window != 0u && position + 1u > p.window) {
         first = position + 1u - p.window;
     }
-    let origin = row * p.q_stride + head * DIM;
-
-    // The first HELD vec4s of the query stay in registers, a line marked @held for each.
-@held    let q$ = query(origin, $u);
-    var top = LOWEST;
-    var total = 0.0;
-@own    var sum$ = vec4<f32>(0.0);
-@own    // Past the head's end a thread works on some other element, and drops it.
-@own    let own$ = min(t + 16u * $u, DIM4 - 1u);
-    for (var tile = first / 16u; tile <= position / 16u; tile++) {
-        let token = tile * 16u;
-        let block = arena[table + token / p.block_tokens];
-        let base = ((block * p.kv_heads + lane_head) * p.block_tokens + token % p.block_tokens) * DIM4;
-        var score = LOWEST;
-        if (token + t >= first && token + t <= position) {
-            var s = vec4<f32>(0.0);
-            let key = base + t * DIM4;
-@held            s = fma(q$, keys[key + $u], s);
-            for (var i = HELD; i < DIM4; i++) {
-                s = fma(query(origin, i), keys[key + i], s);
+@whole    let begin_split = first / SPLIT;
+@whole    let end_split = position / SPLIT;
+@part    let begin_split = group.x / blocks_of_groups;
+@part    let end_split = begin_split;
+@part    if (begin_split < first / SPLIT || begin_split > position / SPLIT) {
+@part        return;
+@part    }
+@q    let named$q = arena[at + 1u + $qu];
+@q    // A group's missing heads repeat its first one, and drop what comes of it.
+@q    let head$q = select(named$q, arena[at + 1u], named$q == NONE);
+@q    let origin$q = row * p.q_stride + head$q * DIM;
+@held{
+@q    let q$q_$h = query(origin$q, $hu);
+@}
+@q    var top$q = LOWEST;
+@q    var total$q = 0.0;
+@own{
+@q    var sum$q_$o = vec4<f32>(0.0);
+    // Past the head's end a thread works on some other element, and drops it.
+    let own$o = min(t + 16u * $ou, DIM4 - 1u);
+@}
+    for (var split = begin_split; split <= end_split; split++) {
+@q        var t$q = LOWEST;
+@q        var l$q = 0.0;
+@own{
+@q        var s$q_$o = vec4<f32>(0.0);
+@}
+        let begin_tile = max(first, split * SPLIT) / 16u;
+        let end_tile = min(position, split * SPLIT + SPLIT - 1u) / 16u;
+        for (var tile = begin_tile; tile <= end_tile; tile++) {
+            let token = tile * 16u;
+            let block = arena[table + token / p.block_tokens];
+            let base = ((block * p.kv_heads + kv_head) * p.block_tokens + token % p.block_tokens) * DIM4;
+@q            var score$q = LOWEST;
+            if (token + t >= first && token + t <= position) {
+                let key = base + t * DIM4;
+@q                var d$q = vec4<f32>(0.0);
+@held{
+                let k$h = keys[key + $hu];
+@q                d$q = fma(q$q_$h, k$h, d$q);
+@}
+                for (var i = HELD; i < DIM4; i++) {
+                    let k = keys[key + i];
+@q                    d$q = fma(query(origin$q, i), k, d$q);
+                }
+@q                score$q = capped(d$q);
             }
-            score = ((s.x + s.y) + (s.z + s.w)) * p.scale;
-            if (p.softcap != 0.0) {
-                score = p.softcap * tanh_(score / p.softcap);
+@q            let row$q = 16u * (QUERIES * slot + $qu);
+@q            scores[row$q + t] = score$q;
+            workgroupBarrier();
+@q            var next$q = t$q;
+            for (var j = 0u; j < 16u; j++) {
+@q                next$q = max(next$q, scores[row$q + j]);
+            }
+@q            shares[row$q + t] = exp_(score$q - next$q);
+            workgroupBarrier();
+@q            let keep$q = exp_(t$q - next$q);
+@q            t$q = next$q;
+@q            l$q *= keep$q;
+@own{
+@q            s$q_$o *= keep$q;
+@}
+            // Slots that were never written may hold anything: they are not read.
+            let begin = max(first, token) - token;
+            let end = min(position, token + 15u) - token;
+            for (var j = begin; j <= end; j++) {
+@q                let share$q = shares[row$q + j];
+@q                l$q += share$q;
+@own{
+                let v$o = values[base + j * DIM4 + own$o];
+@q                s$q_$o = fma(vec4<f32>(share$q), v$o, s$q_$o);
+@}
             }
         }
-        scores[16u * slot + t] = score;
-        workgroupBarrier();
-        var next = top;
-        for (var j = 0u; j < 16u; j++) {
-            next = max(next, scores[16u * slot + j]);
-        }
-        shares[16u * slot + t] = exp_(score - next);
-        workgroupBarrier();
-        let keep = exp_(top - next);
-        top = next;
-        total *= keep;
-@own        sum$ *= keep;
-        // Slots that were never written may hold anything: they are not read.
-        let begin = max(first, token) - token;
-        let end = min(position, token + 15u) - token;
-        for (var j = begin; j <= end; j++) {
-            let share = shares[16u * slot + j];
-            total += share;
-@own            sum$ = fma(vec4<f32>(share), values[base + j * DIM4 + own$], sum$);
-        }
+        let fresh = split == begin_split;
+@q        let m$q = merging(top$q, t$q, fresh);
+@q        total$q = merged(m$q, vec4<f32>(total$q), vec4<f32>(l$q)).x;
+@q        top$q = m$q.z;
+@own{
+@q        sum$q_$o = merged(m$q, sum$q_$o, s$q_$o);
+@}
     }
-    let to = row * p.out_stride + head * DIM;
-    if (here) {
-@own        store(to, t + 16u * $u, sum$ / total);
+    if (wanted < p.groups) {
+@whole@q        let to$q = row * p.out_stride + head$q * DIM;
+@part@q        let to$q = ((row * p.heads + head$q) * p.splits + begin_split) * (4u * DIM4 + 4u);
+@own{
+@whole@q        if (named$q != NONE) { store(to$q, t + 16u * $ou, sum$q_$o / total$q); }
+@part@q        if (named$q != NONE) { store(to$q, t + 16u * $ou, sum$q_$o); }
+@}
+@part@q        if (named$q != NONE && t == 0u) { out[to$q] = top$q; out[to$q + 1u] = total$q; }
     }
 }

@@ -49,10 +49,3 @@ fn clear(@builtin(global_invocation_id) id: vec3<u32>) {
         x[i] = vec4<f32>(0.0);
     }
 }
-
-@compute @workgroup_size(32)
-fn copy(@builtin(global_invocation_id) id: vec3<u32>) {
-    for (var i = id.x; i < p.count; i += p.step) {
-        x[i] = y[i];
-    }
-}

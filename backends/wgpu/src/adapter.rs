@@ -2,6 +2,8 @@
 
 use crate::gpu::Gpu;
 use crate::memory;
+use dunlin_backend::Precision;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Why an adapter could not be opened.
@@ -20,6 +22,27 @@ pub enum WgpuError {
     Refused { id: String, adapter: String, reason: String },
     #[error("device id '{id}': use wgpu:N, wgpu:vulkan:N or wgpu:NAME")]
     BadId { id: String },
+}
+
+/// How an adapter is opened.
+#[derive(Debug, Clone)]
+pub struct WgpuOptions {
+    /// In fast mode products with quantised weights take activations as int8 where the adapter is
+    /// much faster at it; else, and for all else, arithmetic is float32.
+    pub precision: Precision,
+    /// A folder for what was measured and compiled, so that the next start need not; `None` keeps
+    /// nothing.
+    pub cache: Option<PathBuf>,
+    /// The most bytes that a kernel binds at once, where that is to be less than the adapter's own
+    /// limit: larger tensors are split.
+    pub binding_bytes: Option<u64>,
+}
+
+impl Default for WgpuOptions {
+    /// Exact, keeping nothing.
+    fn default() -> Self {
+        Self { precision: Precision::Exact, cache: None, binding_bytes: None }
+    }
 }
 
 /// What a device id asks for.
@@ -117,7 +140,7 @@ const USED: wgpu::Features = wgpu::Features::SUBGROUP
     .union(wgpu::Features::PIPELINE_CACHE);
 
 /// Opens what `id` names.
-pub(crate) fn open(id: &str) -> Result<Arc<Gpu>, WgpuError> {
+pub(crate) fn open(id: &str, options: &WgpuOptions) -> Result<Arc<Gpu>, WgpuError> {
     let wanted = Wanted::parse(id)?;
     let found = enumerate();
     if found.is_empty() {
@@ -148,7 +171,7 @@ pub(crate) fn open(id: &str) -> Result<Arc<Gpu>, WgpuError> {
         adapter: name,
         reason: e.to_string(),
     })?;
-    Ok(Arc::new(Gpu::new(id, adapter, device, queue)))
+    Ok(Arc::new(Gpu::new(id, adapter, options, device, queue)))
 }
 
 fn enumerate() -> Vec<wgpu::Adapter> {

@@ -1,18 +1,20 @@
 //! The [`Backend`] trait: checks shapes and records kernels.
 
-use crate::adapter::{self, WgpuError};
+use crate::adapter::{self, WgpuError, WgpuOptions};
+use crate::attend;
 use crate::experts;
 use crate::gpu::{Buffer, Gpu};
 use crate::kernels::Kernel;
 use crate::kv::WgpuKv;
 use crate::pack::WgpuWeight;
+use crate::packed;
 use crate::record::Recorder;
 use crate::sample;
 use crate::tensor::{WgpuTensor, same, shape, word};
 use crate::tune::Tuning;
 use dunlin_backend::{
     Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvSpec,
-    LinearPart, Part, Rope, RopeStyle, Samples, SeqRows, Want,
+    LinearPart, Part, Precision, Rope, RopeStyle, Samples, SeqRows, Want,
 };
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -24,12 +26,15 @@ pub struct WgpuBackend {
     /// Bound where a kernel takes a buffer that a call does not have.
     pub(crate) nothing: Buffer,
     pub(crate) tuning: Tuning,
+    pub(crate) precision: Precision,
     inner: Mutex<Inner>,
 }
 
 struct Inner {
     rec: Recorder,
     experts: experts::Scratch,
+    packed: packed::Scratch,
+    splits: attend::Scratch,
     draws: sample::Scratch,
     rotations: Rotations,
 }
@@ -38,7 +43,12 @@ impl WgpuBackend {
     /// Opens the adapter that `id` names: `wgpu:0`, `wgpu:vulkan:0`, or `wgpu:` and a part of its
     /// name.
     pub fn open(id: &str) -> Result<Self, WgpuError> {
-        let gpu = adapter::open(id)?;
+        Self::open_with(id, &WgpuOptions::default())
+    }
+
+    /// The same, with what is not the adapter's to say.
+    pub fn open_with(id: &str, options: &WgpuOptions) -> Result<Self, WgpuError> {
+        let gpu = adapter::open(id, options)?;
         let refused = |e: BackendError| WgpuError::Refused {
             id: id.to_owned(),
             adapter: gpu.description.clone(),
@@ -46,12 +56,18 @@ impl WgpuBackend {
         };
         let nothing = gpu.storage(16, "a placeholder").map_err(refused)?;
         let rec = Recorder::new(gpu.clone()).map_err(refused)?;
-        let tuning = Tuning::start(gpu.software, gpu.has(wgpu::Features::SUBGROUP));
-        let (experts, draws, rotations) = Default::default();
-        let inner = Mutex::new(Inner { rec, experts, draws, rotations });
-        let mut made = Self { gpu: gpu.clone(), nothing, tuning, inner };
+        let tuning = Tuning::start(gpu.software);
+        let (experts, packed, splits, draws, rotations) = Default::default();
+        let inner = Mutex::new(Inner { rec, experts, packed, splits, draws, rotations });
+        let precision = options.precision;
+        let mut made = Self { gpu: gpu.clone(), nothing, tuning, precision, inner };
         made.tune().map_err(refused)?;
         Ok(made)
+    }
+
+    /// The variants of kernels in use.
+    pub fn tuning(&self) -> Tuning {
+        self.tuning
     }
 
     /// Whether the device is lost or has failed: nothing but opening it anew mends that.
@@ -59,20 +75,9 @@ impl WgpuBackend {
         self.gpu.check().is_err()
     }
 
-    /// Gives up the device, as if it had been lost. For tests of what follows.
-    #[doc(hidden)]
-    pub fn lose(&self) {
-        self.gpu.device.destroy();
-    }
-
-    /// Records one op.
-    pub(crate) fn record(
-        &self,
-        op: impl FnOnce(&mut Recorder) -> Result<(), BackendError>,
-    ) -> Result<(), BackendError> {
-        let rec = &mut self.inner.lock().rec;
-        rec.begin(0)?;
-        op(rec)
+    /// Whether products with quantised weights take activations as int8.
+    fn multiplies_bytes(&self) -> bool {
+        self.precision == Precision::Fast && self.tuning.packed.is_some()
     }
 
     /// Records an element-wise kernel over the rows of `x` in use.
@@ -111,18 +116,25 @@ pub(crate) struct Mix<'a> {
     pub accumulate: bool,
 }
 
+/// Activations of a product, as they are and, where it is to multiply bytes, as int8.
+#[derive(Clone, Copy)]
+pub(crate) struct Input<'a> {
+    pub x: &'a WgpuTensor,
+    pub packed: Option<(&'a Buffer, &'a Buffer)>,
+}
+
 /// Records `out = x * weight^T (+ bias)`.
 pub(crate) fn linear_part(
     backend: &WgpuBackend,
     rec: &mut Recorder,
-    x: &WgpuTensor,
+    input: Input<'_>,
     weight: &WgpuWeight,
     bias: Bias<'_>,
     mix: Option<Mix<'_>>,
     out: &mut WgpuTensor,
 ) -> Result<(), BackendError> {
     const OP: &str = "linear";
-    let layout = &weight.layout;
+    let (x, layout) = (input.x, &weight.layout);
     same(OP, "columns of x", x.cols, layout.cols)?;
     same(OP, "columns of out", out.cols, layout.rows)?;
     out.set_rows(OP, x.rows)?;
@@ -135,7 +147,11 @@ pub(crate) fn linear_part(
         }
     };
     let shares = mix.as_ref().map_or(&backend.nothing, |m| &m.shares.buffer);
-    let (kernel, rows) = backend.tuning.product(x.rows).kernel(layout.dtype);
+    let packed = input.packed.filter(|_| weight.is_quantised());
+    let (kernel, rows) = match packed {
+        Some(_) => backend.tuning.packed_product(x.rows).packed_kernel(layout.dtype),
+        None => backend.tuning.product(x.rows).kernel(layout.dtype),
+    };
     for chunk in &weight.chunks {
         let w = weight.params();
         let params = [
@@ -144,7 +160,7 @@ pub(crate) fn linear_part(
             w[2],
             w[3],
             word(x.rows),
-            word(x.stride / 4),
+            word(x.stride / if packed.is_some() { 32 } else { 4 }),
             word(out.stride),
             word(chunk.rows.start),
             word(chunk.rows.len()),
@@ -154,9 +170,18 @@ pub(crate) fn linear_part(
             mix.as_ref().map_or(0, |m| word(m.expert)),
             u32::from(mix.as_ref().is_some_and(|m| m.accumulate)),
         ];
-        let read = [&chunk.codes, &chunk.scales, &x.buffer, bias_buffer, shares];
         let size = (word(chunk.rows.len()).div_ceil(32), word(x.rows).div_ceil(rows));
-        rec.dispatch(kernel, &read, &[&out.buffer], &params, size)?;
+        let write = [&out.buffer];
+        match packed {
+            Some((codes, scales)) => {
+                let read = [&chunk.codes, &chunk.scales, codes, scales, bias_buffer, shares];
+                rec.dispatch(kernel, &read, &write, &params, size)?;
+            }
+            None => {
+                let read = [&chunk.codes, &chunk.scales, &x.buffer, bias_buffer, shares];
+                rec.dispatch(kernel, &read, &write, &params, size)?;
+            }
+        }
     }
     Ok(())
 }
@@ -356,9 +381,12 @@ impl Backend for WgpuBackend {
         x: &WgpuTensor,
         parts: &mut [LinearPart<'_, Self>],
     ) -> Result<(), BackendError> {
-        let rec = &mut self.inner.lock().rec;
+        let Inner { rec, packed, .. } = &mut *self.inner.lock();
         rec.begin(0)?;
+        let bytes = self.multiplies_bytes() && parts.iter().any(|p| p.weight.is_quantised());
+        let packed = if bytes { Some(packed.of(&self.gpu, rec, x)?) } else { None };
         for part in parts {
+            let x = Input { x, packed };
             let bias = part.bias.map_or(Bias::None, Bias::Row);
             linear_part(self, rec, x, part.weight, bias, None, part.out)?;
         }
@@ -404,8 +432,8 @@ impl Backend for WgpuBackend {
         params: &AttentionParams,
         out: &mut WgpuTensor,
     ) -> Result<(), BackendError> {
-        let heads = self.tuning.attention_heads;
-        kv.attend(&mut self.inner.lock().rec, heads, q, layer, seqs, params, out)
+        let Inner { rec, splits, .. } = &mut *self.inner.lock();
+        kv.attend(self, (rec, splits), q, layer, seqs, params, out)
     }
 
     fn gated(
@@ -464,6 +492,11 @@ impl Backend for WgpuBackend {
 
     fn kv_copy(&self, kv: &mut WgpuKv, pairs: &[(u32, u32)]) -> Result<(), BackendError> {
         kv.copy(&mut self.inner.lock().rec, pairs)
+    }
+
+    fn lose(&self) -> Result<(), BackendError> {
+        self.gpu.device.destroy();
+        Ok(())
     }
 }
 

@@ -1,8 +1,8 @@
 //! A mixture of experts without the host: a kernel turns the router's row into shares, zero for
 //! experts not chosen; then every expert runs over all rows, skips those without a share, and adds
-//! its share in ascending order.
+//! its share in ascending order. Arithmetic is float32 in fast mode too.
 
-use crate::backend::{Bias, Mix, WgpuBackend, linear_part};
+use crate::backend::{Bias, Input, Mix, WgpuBackend, linear_part};
 use crate::kernels::Kernel;
 use crate::record::Recorder;
 use crate::tensor::{WgpuTensor, same, shape, word};
@@ -53,10 +53,12 @@ pub(crate) fn run(
     for e in 0..count {
         let mix = |accumulate| Some(Mix { shares, expert: e, accumulate });
         let none = Bias::None;
-        linear_part(backend, rec, x, &experts.gate[e], none, mix(false), gate)?;
-        linear_part(backend, rec, x, &experts.up[e], none, mix(false), up)?;
+        let input = Input { x, packed: None };
+        linear_part(backend, rec, input, &experts.gate[e], none, mix(false), gate)?;
+        linear_part(backend, rec, input, &experts.up[e], none, mix(false), up)?;
         backend.flat(rec, WgpuBackend::gate_kernel(experts.activation), &up.buffer, gate)?;
-        linear_part(backend, rec, gate, &experts.down[e], none, mix(true), out)?;
+        let inner = Input { x: gate, packed: None };
+        linear_part(backend, rec, inner, &experts.down[e], none, mix(true), out)?;
     }
     Ok(())
 }

@@ -4,7 +4,9 @@
 //! runs in error scopes, and what still slips through, like the loss of the device, makes the
 //! device unusable: every later call is refused with the first reason.
 
+use crate::adapter::WgpuOptions;
 use crate::memory;
+use crate::store::Store;
 use dunlin_backend::BackendError;
 use parking_lot::Mutex;
 use std::sync::Arc;
@@ -27,6 +29,9 @@ pub(crate) struct Gpu {
     /// The adapter computes on the host's processor.
     pub software: bool,
     pub limits: wgpu::Limits,
+    /// What is kept on disk, if anything is.
+    pub store: Option<Store>,
+    binding_bytes: u64,
     total: u64,
     used: AtomicU64,
     uploaded: AtomicU64,
@@ -48,6 +53,7 @@ impl Gpu {
     pub fn new(
         id: &str,
         adapter: &wgpu::Adapter,
+        options: &WgpuOptions,
         device: wgpu::Device,
         queue: wgpu::Queue,
     ) -> Self {
@@ -63,8 +69,12 @@ impl Gpu {
         device.set_device_lost_callback(move |why, text| {
             first(&slot, format!("{why:?}: {text}"));
         });
+        let limits = device.limits();
+        let own = limits.max_storage_buffer_binding_size.min(limits.max_buffer_size);
         Self {
-            limits: device.limits(),
+            binding_bytes: options.binding_bytes.map_or(own, |most| most.min(own)),
+            store: options.cache.as_ref().map(|folder| Store::new(folder, &info)),
+            limits,
             device,
             queue,
             id: id.to_owned(),
@@ -110,7 +120,7 @@ impl Gpu {
 
     /// The most bytes of a buffer that kernels can bind.
     pub fn binding_bytes(&self) -> u64 {
-        self.limits.max_storage_buffer_binding_size.min(self.limits.max_buffer_size)
+        self.binding_bytes
     }
 
     /// A zeroed buffer that kernels can use.

@@ -14,6 +14,14 @@ pub(crate) enum Kernel {
         rows: u32,
         cols: u32,
     },
+    /// The same, with int8 activations.
+    LinearPacked {
+        dtype: DType,
+        rows: u32,
+        cols: u32,
+    },
+    /// Activations to int8.
+    Quantise,
     /// One row, four threads a column.
     LinearSplit(DType),
     /// 32 rows of 32 columns a workgroup.
@@ -27,15 +35,19 @@ pub(crate) enum Kernel {
     GatedSilu,
     GatedGelu,
     Clear,
-    Copy,
     Rope,
     KvWrite {
         dim: u32,
     },
-    /// `heads` query heads a workgroup.
+    /// `slots` groups of up to `queries` query heads a workgroup; `part`: of one split.
     Attention {
         dim: u32,
-        heads: u32,
+        slots: u32,
+        queries: u32,
+        part: bool,
+    },
+    AttentionMerge {
+        dim: u32,
     },
     Gather,
     KvCopy,
@@ -59,15 +71,16 @@ impl Kernel {
     pub fn bindings(self) -> (u32, u32) {
         match self {
             Kernel::Linear { .. } | Kernel::LinearSplit(_) | Kernel::LinearTiled(_) => (5, 1),
+            Kernel::LinearPacked { .. } => (6, 1),
+            Kernel::Quantise => (1, 2),
             Kernel::Embed(_) => (3, 1),
             Kernel::Norm { in_place: true, .. } => (1, 1),
             Kernel::Norm { in_place: false, .. } => (2, 1),
-            Kernel::Add | Kernel::GatedSilu | Kernel::GatedGelu | Kernel::Clear | Kernel::Copy => {
-                (1, 1)
-            }
+            Kernel::Add | Kernel::GatedSilu | Kernel::GatedGelu | Kernel::Clear => (1, 1),
             Kernel::Rope | Kernel::Route => (1, 1),
             Kernel::KvWrite { .. } => (3, 2),
             Kernel::Attention { .. } => (4, 1),
+            Kernel::AttentionMerge { .. } => (2, 1),
             Kernel::Gather => (2, 1),
             Kernel::KvCopy => (1, 2),
             Kernel::SampleScan { .. } | Kernel::SampleAdjust => (1, 1),
@@ -81,41 +94,61 @@ impl Kernel {
             Kernel::GatedSilu => "gated_silu",
             Kernel::GatedGelu => "gated_gelu",
             Kernel::Clear => "clear",
-            Kernel::Copy => "copy",
             _ => "main",
         }
     }
 
     fn text(self) -> String {
         let weights = |dtype, rest: &str| [text!("weights"), unpack(dtype), rest].concat();
+        let linear = only(text!("linear"), "@plain", "@packed");
         let body = match self {
             Kernel::Linear { dtype, rows, cols } => {
                 let body = repeat(text!("linear_rows"), "@row", "$r", rows);
                 let body = repeat(&body, "@col", "$c", cols);
                 let head = format!("const ROWS = {rows}u;\nconst LANES = {}u;\n", 32 / cols);
-                head + &weights(dtype, text!("linear")) + &body
+                head + &weights(dtype, &linear) + &body
             }
-            Kernel::LinearSplit(dtype) => weights(dtype, text!("linear")) + text!("linear_split"),
+            Kernel::LinearPacked { dtype, rows, cols } => {
+                let body = repeat(text!("linear_packed"), "@row", "$r", rows);
+                let body = repeat(&body, "@col", "$c", cols);
+                let body = match dtype {
+                    DType::Q6_K => only(&body, "@two", "@one"),
+                    _ => only(&body, "@one", "@two"),
+                };
+                let head = format!("const ROWS = {rows}u;\nconst LANES = {}u;\n", 32 / cols);
+                let linear = only(text!("linear"), "@packed", "@plain");
+                [&head, text!("weights"), &linear, &body, unpack_bytes(dtype)].concat()
+            }
+            Kernel::Quantise => repeat(text!("quantise"), "@v", "$", 8),
+            Kernel::LinearSplit(dtype) => weights(dtype, &linear) + text!("linear_split"),
             Kernel::LinearTiled(dtype) => {
                 let body = repeat(text!("linear_tiled"), "@row", "$r", 8);
-                weights(dtype, text!("linear")) + &body
+                weights(dtype, &linear) + &body
             }
             Kernel::Embed(dtype) => weights(dtype, text!("embed")),
             Kernel::Norm { in_place, lanes } => {
                 let load = if in_place { IN_PLACE } else { APART };
                 format!("const LANES = {lanes}u;\n{load}{}", text!("norm"))
             }
-            Kernel::Add | Kernel::GatedSilu | Kernel::GatedGelu | Kernel::Clear | Kernel::Copy => {
+            Kernel::Add | Kernel::GatedSilu | Kernel::GatedGelu | Kernel::Clear => {
                 text!("elementwise").to_owned()
             }
             Kernel::Rope => text!("rope").to_owned(),
             Kernel::KvWrite { dim } => format!("{}{}", head(dim), text!("kv_write")),
-            Kernel::Attention { dim, heads } => {
-                let body = repeat(text!("attention"), "@own", "$", dim.div_ceil(4).div_ceil(16));
-                let held = dim.div_ceil(4).min(HELD);
-                let body = repeat(&body, "@held", "$", held);
-                let counts = format!("const HEADS = {heads}u;\nconst HELD = {held}u;\n");
-                head(dim) + &counts + &body
+            Kernel::Attention { dim, slots, queries, part } => {
+                let dim4 = dim.div_ceil(4);
+                let held = dim4.min(if queries == 1 { HELD } else { 2 * HELD / queries });
+                let (keep, drop) = if part { ("@part", "@whole") } else { ("@whole", "@part") };
+                let body = blocks(text!("attention"), "@held", "$h", held);
+                let body = blocks(&body, "@own", "$o", dim4.div_ceil(16));
+                let body = repeat(&only(&body, keep, drop), "@q", "$q", queries);
+                let counts = format!(
+                    "const SLOTS = {slots}u;\nconst QUERIES = {queries}u;\nconst HELD = {held}u;\n"
+                );
+                [&head(dim), &counts, text!("merge"), &body].concat()
+            }
+            Kernel::AttentionMerge { dim } => {
+                [&head(dim), text!("merge"), text!("attention_merge")].concat()
             }
             Kernel::Gather => text!("gather").to_owned(),
             Kernel::KvCopy => text!("kv_copy").to_owned(),
@@ -125,13 +158,16 @@ impl Kernel {
                     true => ("@subgroup", "@plain"),
                     false => ("@plain", "@subgroup"),
                 };
-                let body = repeat(&repeat(text!("sample_scan"), keep, "$", 1), drop, "$", 0);
-                [text!("sample"), &body].concat()
+                [text!("sample"), &only(text!("sample_scan"), keep, drop)].concat()
             }
             Kernel::SampleAdjust => [text!("sample"), text!("sample_adjust")].concat(),
             Kernel::SampleDraw => [text!("sample"), text!("sample_draw")].concat(),
         };
-        [text!("common"), &body].concat()
+        let requires = match self {
+            Kernel::LinearPacked { .. } => "requires packed_4x8_integer_dot_product;\n",
+            _ => "",
+        };
+        [requires, text!("common"), &body].concat()
     }
 }
 
@@ -167,7 +203,35 @@ fn repeat(text: &str, mark: &str, number: &str, count: u32) -> String {
     out
 }
 
-/// vec4s of a query that attention keeps in registers: a head of 128 elements.
+/// Writes what stands between the lines `mark{` and `@}` `count` times, as [`repeat`] does a line.
+fn blocks(text: &str, mark: &str, number: &str, count: u32) -> String {
+    let begin = format!("{mark}{{");
+    let mut out = String::with_capacity(2 * text.len());
+    let mut block: Option<String> = None;
+    for line in text.lines() {
+        match &mut block {
+            None if line == begin => block = Some(String::new()),
+            Some(inner) if line == "@}" => {
+                (0..count).for_each(|n| out.push_str(&inner.replace(number, &n.to_string())));
+                block = None;
+            }
+            inner => {
+                let to = inner.as_mut().unwrap_or(&mut out);
+                to.push_str(line);
+                to.push('\n');
+            }
+        }
+    }
+    out
+}
+
+/// The lines marked `keep` or not at all.
+fn only(text: &str, keep: &str, drop: &str) -> String {
+    repeat(&repeat(text, keep, "\0", 1), drop, "\0", 0)
+}
+
+/// vec4s of a query that attention keeps in registers: a head of 128 elements; of a group's queries,
+/// twice as many in all.
 const HELD: u32 = 32;
 
 fn head(dim: u32) -> String {
@@ -187,6 +251,21 @@ fn unpack(dtype: DType) -> &'static str {
         DType::Q4_K => text!("types/q4_k"),
         DType::Q5_K => text!("types/q5_k"),
         DType::Q6_K => text!("types/q6_k"),
+    }
+}
+
+/// How a type's codes become signed bytes.
+fn unpack_bytes(dtype: DType) -> &'static str {
+    match dtype {
+        DType::Q8_0 => text!("packed/q8_0"),
+        DType::Q4_0 => text!("packed/q4_0"),
+        DType::Q4_1 => text!("packed/q4_1"),
+        DType::Q5_0 => text!("packed/q5_0"),
+        DType::Q5_1 => text!("packed/q5_1"),
+        DType::Q4_K => text!("packed/q4_k"),
+        DType::Q5_K => text!("packed/q5_k"),
+        DType::Q6_K => text!("packed/q6_k"),
+        DType::F32 | DType::F16 | DType::BF16 => unreachable!("floats are not multiplied as bytes"),
     }
 }
 
@@ -211,20 +290,26 @@ pub fn shader_texts() -> Vec<(String, String, &'static str)> {
         let shapes = [(1, 1), (8, 1), (1, 4), (4, 4)];
         all.extend(shapes.map(|(rows, cols)| Kernel::Linear { dtype, rows, cols }));
         all.extend([Kernel::LinearSplit(dtype), Kernel::LinearTiled(dtype), Kernel::Embed(dtype)]);
+        if dtype.block_elements() > 1 {
+            all.extend(shapes.map(|(rows, cols)| Kernel::LinearPacked { dtype, rows, cols }));
+        }
     }
     for lanes in [8, 64] {
         all.extend([true, false].map(|in_place| Kernel::Norm { in_place, lanes }));
     }
     for dim in [2, 24, 64, 80, 128, 256] {
         all.push(Kernel::KvWrite { dim });
-        all.extend([1, 4].map(|heads| Kernel::Attention { dim, heads }));
+        for (slots, queries) in [(1, 1), (1, 3), (1, 4), (4, 1)] {
+            let kernel = |part| Kernel::Attention { dim, slots, queries, part };
+            all.extend([false, true].map(kernel));
+        }
+        all.push(Kernel::AttentionMerge { dim });
     }
     all.extend([
         Kernel::Add,
         Kernel::GatedSilu,
         Kernel::GatedGelu,
         Kernel::Clear,
-        Kernel::Copy,
         Kernel::Rope,
         Kernel::Gather,
         Kernel::KvCopy,
@@ -233,6 +318,7 @@ pub fn shader_texts() -> Vec<(String, String, &'static str)> {
         Kernel::SampleScan { subgroups: true },
         Kernel::SampleAdjust,
         Kernel::SampleDraw,
+        Kernel::Quantise,
     ]);
     all.into_iter().map(|k| (format!("{k:?}"), k.text(), k.entry())).collect()
 }
@@ -241,13 +327,45 @@ pub fn shader_texts() -> Vec<(String, String, &'static str)> {
 pub(crate) const IMMEDIATES: u32 = 64;
 
 /// Pipelines and bind group layouts, made at first use.
-#[derive(Default)]
 pub(crate) struct Kernels {
     layouts: HashMap<(u32, u32), (wgpu::BindGroupLayout, wgpu::PipelineLayout)>,
     pipelines: HashMap<Kernel, wgpu::ComputePipeline>,
+    /// The driver's own, where it has one and there is a place to keep it.
+    cache: Option<wgpu::PipelineCache>,
+    /// Pipelines of which the kept cache knows nothing.
+    unkept: bool,
 }
 
 impl Kernels {
+    pub fn new(gpu: &Gpu) -> Self {
+        let store = gpu.store.as_ref().filter(|_| gpu.has(wgpu::Features::PIPELINE_CACHE));
+        let cache = store.map(|store| {
+            let data = store.pipelines();
+            let descriptor = wgpu::PipelineCacheDescriptor {
+                label: None,
+                data: data.as_deref(),
+                fallback: true,
+            };
+            // SAFETY: the data came from `get_data` on this adapter and driver: the store gives
+            // only what carries a sum of itself and of these.
+            unsafe { gpu.device.create_pipeline_cache(&descriptor) }
+        });
+        let (layouts, pipelines) = Default::default();
+        Self { layouts, pipelines, cache, unkept: false }
+    }
+
+    /// Keeps what was compiled since the last call.
+    pub fn keep(&mut self, gpu: &Gpu) {
+        if !std::mem::take(&mut self.unkept) {
+            return;
+        }
+        if let (Some(store), Some(cache)) = (&gpu.store, &self.cache)
+            && let Some(data) = cache.get_data()
+        {
+            store.keep_pipelines(&data);
+        }
+    }
+
     pub fn layout(&mut self, gpu: &Gpu, bindings: (u32, u32)) -> &wgpu::BindGroupLayout {
         &self.layouts_of(gpu, bindings).0
     }
@@ -299,10 +417,10 @@ impl Kernels {
         // SAFETY: what is left out is the guard against endless loops. The texts are this crate's
         // own; every loop counts up to a bound. Indices are still checked.
         let module = unsafe { gpu.device.create_shader_module_trusted(descriptor, checks) };
-        let (_, layout) = self.layouts_of(gpu, kernel.bindings());
+        let layout = self.layouts_of(gpu, kernel.bindings()).1.clone();
         let made = gpu.device.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
             label: Some(&name),
-            layout: Some(layout),
+            layout: Some(&layout),
             module: &module,
             entry_point: Some(kernel.entry()),
             compilation_options: wgpu::PipelineCompilationOptions {
@@ -310,7 +428,7 @@ impl Kernels {
                 zero_initialize_workgroup_memory: false,
                 ..Default::default()
             },
-            cache: None,
+            cache: self.cache.as_ref(),
         });
         let internal = pollster::block_on(internal.pop());
         let invalid = pollster::block_on(invalid.pop());
@@ -318,6 +436,7 @@ impl Kernels {
             return Err(gpu.lost(format!("kernel {name} was refused: {e}")));
         }
         self.pipelines.insert(kernel, made.clone());
+        self.unkept = true;
         Ok(made)
     }
 }

@@ -6,25 +6,25 @@ use crate::gpu::{Buffer, Gpu};
 use crate::kernels::Kernel;
 use crate::record::Recorder;
 use crate::tensor::{WgpuTensor, same, shape, word};
-use dunlin_backend::{AttentionParams, BackendError, KV_TILE, KvSpec, SeqRows};
+use dunlin_backend::{BackendError, KV_TILE, KvSpec, SeqRows};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// See the module.
 pub struct WgpuKv {
     pub(crate) spec: KvSpec,
-    layers: Vec<Vec<Store>>,
+    pub(crate) layers: Vec<Vec<Store>>,
 }
 
 /// Some KV heads of one layer.
-struct Store {
-    heads: Range<usize>,
-    keys: Buffer,
-    values: Buffer,
+pub(crate) struct Store {
+    pub heads: Range<usize>,
+    pub keys: Buffer,
+    pub values: Buffer,
 }
 
-/// Marks a row that is nobody's, and a head that another store holds.
-const NONE: u32 = u32::MAX;
+/// Marks a row that is nobody's, and the head that a group lacks.
+pub(crate) const NONE: u32 = u32::MAX;
 
 impl WgpuKv {
     pub(crate) fn new(gpu: &Arc<Gpu>, spec: &KvSpec) -> Result<Self, BackendError> {
@@ -118,74 +118,6 @@ impl WgpuKv {
         Ok(())
     }
 
-    #[allow(clippy::too_many_arguments)]
-    pub(crate) fn attend(
-        &self,
-        rec: &mut Recorder,
-        heads_a_group: u32,
-        q: &WgpuTensor,
-        layer: usize,
-        seqs: &[SeqRows],
-        params: &AttentionParams,
-        out: &mut WgpuTensor,
-    ) -> Result<(), BackendError> {
-        const OP: &str = "attention";
-        let p = params;
-        same(OP, "columns of q", q.cols, p.heads * p.head_dim)?;
-        same(OP, "columns of out", out.cols, q.cols)?;
-        same(OP, "KV heads", p.kv_heads, self.spec.kv_heads)?;
-        same(OP, "elements of a head", p.head_dim, self.spec.head_dim)?;
-        same(OP, "heads with a KV head", p.kv_head_of.len(), p.heads)?;
-        let strange = p.kv_head_of.iter().any(|h| *h >= p.kv_heads);
-        if strange || p.window == Some(0) {
-            return Err(shape(OP, format!("{params:?}")));
-        }
-        self.check(OP, layer, q.rows, seqs)?;
-        out.set_rows(OP, q.rows)?;
-        if seqs.is_empty() || p.heads == 0 {
-            return Ok(());
-        }
-        let rows = seqs.iter().map(|s| s.rows.end).max().unwrap_or(0);
-        let (tables, words) = row_tables(seqs, rows, self.spec.block_tokens);
-        let stores = &self.layers[layer];
-        rec.begin(words + p.heads * stores.len())?;
-        let table_at: Vec<u32> = tables.iter().map(|t| rec.put(t)).collect();
-        let mut info = vec![NONE; 2 * rows];
-        for (s, at) in seqs.iter().zip(&table_at) {
-            for (i, row) in s.rows.clone().enumerate() {
-                info[2 * row] = word(s.position + i);
-                info[2 * row + 1] = *at;
-            }
-        }
-        let info = rec.put(&info);
-        let dim = word(p.head_dim);
-        for store in stores {
-            let local = |h: &usize| match store.heads.contains(h) {
-                true => word(h - store.heads.start),
-                false => NONE,
-            };
-            let heads_of: Vec<u32> = p.kv_head_of.iter().map(local).collect();
-            let (heads_of, arena) = (rec.put(&heads_of), rec.arena());
-            let params = [
-                info,
-                heads_of,
-                word(p.heads),
-                word(store.heads.len()),
-                word(self.spec.block_tokens),
-                word(q.stride),
-                word(out.stride),
-                p.window.map_or(0, |w| u32::try_from(w).unwrap_or(0)),
-                p.scale.to_bits(),
-                p.softcap.unwrap_or(0.0).to_bits(),
-            ];
-            let size = (word(p.heads).div_ceil(heads_a_group), word(rows));
-            let read = [&*arena, &q.buffer, &store.keys, &store.values];
-            let kernel = Kernel::Attention { dim, heads: heads_a_group };
-            rec.dispatch(kernel, &read, &[&out.buffer], &params, size)?;
-        }
-        Ok(())
-    }
-
     /// Copies blocks `from -> to` in all layers, as if in the order given.
     pub(crate) fn copy(
         &self,
@@ -214,7 +146,7 @@ impl WgpuKv {
     }
 
     /// Refuses sequences whose rows are out of order, past `rows`, or not covered by known blocks.
-    fn check(
+    pub(crate) fn check(
         &self,
         op: &'static str,
         layer: usize,
@@ -248,14 +180,6 @@ impl WgpuKv {
         }
         Ok(())
     }
-}
-
-/// The blocks that each sequence reads, and the words that they and the rows' own entries take.
-fn row_tables(seqs: &[SeqRows], rows: usize, block_tokens: usize) -> (Vec<&[u32]>, usize) {
-    let used = |s: &SeqRows| (s.position + s.rows.len()).div_ceil(block_tokens);
-    let tables: Vec<&[u32]> = seqs.iter().map(|s| &s.blocks[..used(s)]).collect();
-    let words = 2 * rows + tables.iter().map(|t| t.len()).sum::<usize>();
-    (tables, words)
 }
 
 /// Cuts pairs into runs within which the order does not matter.

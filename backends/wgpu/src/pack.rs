@@ -64,6 +64,11 @@ impl WgpuWeight {
         Ok(Self { layout, chunks })
     }
 
+    /// Whether elements are codes that fit bytes.
+    pub(crate) fn is_quantised(&self) -> bool {
+        self.layout.dtype.block_elements() > 1
+    }
+
     pub(crate) fn bytes(&self) -> u64 {
         self.chunks.iter().map(|c| c.codes.bytes + c.scales.bytes).sum()
     }

@@ -16,7 +16,7 @@ const ARENA_WORDS: usize = 64 << 10;
 const MOST_COMMANDS: usize = 1 << 14;
 
 /// Bindings of the kernel with the most.
-const MOST_BINDINGS: usize = 6;
+const MOST_BINDINGS: usize = 7;
 
 /// One op at a time (behind a lock), in program order.
 pub(crate) struct Recorder {
@@ -43,8 +43,8 @@ impl Recorder {
     pub fn new(gpu: Arc<Gpu>) -> Result<Self, BackendError> {
         let arena = Arc::new(gpu.storage((ARENA_WORDS * 4) as u64, "a step's arena")?);
         Ok(Self {
+            kernels: Kernels::new(&gpu),
             gpu,
-            kernels: Kernels::default(),
             commands: Vec::new(),
             groups: HashMap::new(),
             arena,
@@ -185,6 +185,7 @@ impl Recorder {
             // It may be mapped still.
             self.staging = None;
         }
+        self.kernels.keep(&self.gpu);
         read
     }
 

@@ -1,16 +1,24 @@
-//! Which kernel of several suits an adapter: measured once a process for each adapter. All give the
-//! same bits, so the choice, and a bad moment to measure, cost time alone.
+//! Which kernel of several suits an adapter: measured once for each adapter, driver and set of
+//! shaders, and kept on disk where there is a folder for it. All variants give the same bits, and
+//! one that does not on the adapter at hand is never used; so the choice, and a bad moment to
+//! measure, cost time alone.
 
+use crate::attend::Attend;
 use crate::backend::WgpuBackend;
 use crate::kernels::Kernel;
 use bytes::Bytes;
-use dunlin_backend::{Backend, BackendError, DType, HostTensor, LinearPart, Part};
+use dunlin_backend::{
+    AttentionParams, Backend, BackendError, DType, Draw, HostTensor, KV_TILE, KvSpec, LinearPart,
+    Part, Precision, Samples, SeqRows, Want,
+};
 use parking_lot::Mutex;
+use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 /// A kernel for products.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
 pub enum Product {
     /// So many rows of so many columns a thread.
     Rows(u32, u32),
@@ -21,16 +29,19 @@ pub enum Product {
 }
 
 /// Shapes of kernels.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Tuning {
     pub one_row: Product,
     pub many_rows: Product,
-    /// Threads that share a norm.
-    pub(crate) norm_lanes: u32,
-    /// Query heads of an attention workgroup.
-    pub(crate) attention_heads: u32,
+    /// For one row and for many, in fast mode: products that multiply bytes, where those are much
+    /// faster here. That is another arithmetic, so it has to be worth it: like adapters must not
+    /// come to differ by a bad moment.
+    pub packed: Option<(Product, Product)>,
+    pub attention: Attend,
     /// Whether the scan of logits reduces by subgroups.
     pub(crate) subgroup_scan: bool,
+    /// Threads that share a norm. Not measured: another number is another order of sums.
+    pub(crate) norm_lanes: u32,
 }
 
 /// Rows from which a call counts as having many.
@@ -39,10 +50,21 @@ const MANY: usize = 2;
 /// A matrix like those of a small model.
 const SHAPE: (usize, usize) = (1024, 1024);
 const MANY_ROWS: usize = 32;
+/// Runs of each variant after a first, which compiles.
+const RUNS: usize = 3;
 
 impl Product {
     pub const ONE_ROW: [Product; 3] = [Product::Rows(1, 1), Product::Rows(1, 4), Product::Split];
     pub const MANY_ROWS: [Product; 3] = [Product::Rows(8, 1), Product::Rows(4, 4), Product::Tiled];
+
+    pub const PACKED_ONE_ROW: [Product; 2] = [Product::Rows(1, 1), Product::Rows(1, 4)];
+    pub const PACKED_MANY_ROWS: [Product; 2] = [Product::Rows(8, 1), Product::Rows(4, 4)];
+
+    /// With int8 activations; only [`Product::Rows`] has such a kernel.
+    pub(crate) fn packed_kernel(self, dtype: DType) -> (Kernel, u32) {
+        let (rows, cols) = if let Product::Rows(rows, cols) = self { (rows, cols) } else { (1, 1) };
+        (Kernel::LinearPacked { dtype, rows, cols }, rows)
+    }
 
     /// The kernel, and how many rows of a call one workgroup makes.
     pub(crate) fn kernel(self, dtype: DType) -> (Kernel, u32) {
@@ -57,61 +79,207 @@ impl Product {
 impl Tuning {
     /// Before anything is measured. A barrier is dear on a software adapter and eight lanes are one
     /// vector; elsewhere barriers are cheap.
-    pub(crate) fn start(software: bool, subgroups: bool) -> Self {
-        let (norm_lanes, attention_heads) = if software { (8, 1) } else { (64, 4) };
-        let (one_row, many_rows) = (Product::Rows(1, 4), Product::Rows(4, 4));
-        Self { one_row, many_rows, norm_lanes, attention_heads, subgroup_scan: subgroups }
+    pub(crate) fn start(software: bool) -> Self {
+        Self {
+            one_row: Product::Rows(1, 4),
+            many_rows: Product::Rows(4, 4),
+            packed: None,
+            attention: Attend::ALL[0],
+            subgroup_scan: false,
+            norm_lanes: if software { 8 } else { 64 },
+        }
+    }
+
+    /// Whether a measurement could have come to this.
+    pub(crate) fn is_possible(&self) -> bool {
+        Product::ONE_ROW.contains(&self.one_row)
+            && Product::MANY_ROWS.contains(&self.many_rows)
+            && Attend::ALL.contains(&self.attention)
+            && self.packed.is_none_or(|(one, many)| {
+                Product::PACKED_ONE_ROW.contains(&one) && Product::PACKED_MANY_ROWS.contains(&many)
+            })
     }
 
     pub(crate) fn product(&self, rows: usize) -> Product {
         if rows < MANY { self.one_row } else { self.many_rows }
     }
+
+    pub(crate) fn packed_product(&self, rows: usize) -> Product {
+        let (one, many) = self.packed.unwrap_or((Product::Rows(1, 1), Product::Rows(1, 1)));
+        if rows < MANY { one } else { many }
+    }
 }
 
-/// What was measured for adapters of these descriptions.
-static KNOWN: Mutex<BTreeMap<String, (Product, Product)>> = Mutex::new(BTreeMap::new());
+/// What this process measured, or read from disk, for adapters of these descriptions.
+static KNOWN: Mutex<BTreeMap<String, Tuning>> = Mutex::new(BTreeMap::new());
 
 impl WgpuBackend {
-    /// Chooses among the variants by measuring them, or by what an earlier opening measured.
+    /// Chooses among the variants: by what an earlier opening measured, by what is on disk, or by
+    /// measuring now.
     pub(crate) fn tune(&mut self) -> Result<(), BackendError> {
         let adapter = self.gpu.description.clone();
+        let subgroups = self.gpu.has(wgpu::Features::SUBGROUP);
+        let fits = |t: &Tuning, start: &Tuning| {
+            t.norm_lanes == start.norm_lanes && (subgroups || !t.subgroup_scan)
+        };
         // Held while measuring: two openings at once would disturb each other.
         let mut known = KNOWN.lock();
-        let best = match known.get(&adapter) {
-            Some(best) => *best,
-            None => {
-                let one = self.fastest(1, Product::ONE_ROW)?;
-                let many = self.fastest(MANY_ROWS, Product::MANY_ROWS)?;
-                tracing::info!(%adapter, ?one, ?many, "measured the variants of products");
-                known.insert(adapter, (one, many));
-                (one, many)
+        let store = self.gpu.store.as_ref();
+        let kept = store.and_then(|s| s.tuning()).filter(|t| fits(t, &self.tuning));
+        let found = known.get(&adapter).copied();
+        let best = match (found, kept) {
+            (Some(found), _) => found,
+            (None, Some(kept)) => kept,
+            (None, None) => {
+                let start = Instant::now();
+                self.measure_variants(subgroups)?;
+                let (took, tuning) = (start.elapsed(), self.tuning);
+                tracing::info!(%adapter, ?tuning, ?took, "measured the variants of kernels");
+                tuning
             }
         };
-        (self.tuning.one_row, self.tuning.many_rows) = best;
+        known.insert(adapter, best);
+        self.tuning = best;
+        if let Some(store) = self.gpu.store.as_ref().filter(|_| kept != Some(best)) {
+            store.keep_tuning(&best);
+        }
         Ok(())
     }
 
-    fn fastest(&mut self, rows: usize, of: [Product; 3]) -> Result<Product, BackendError> {
+    fn measure_variants(&mut self, subgroups: bool) -> Result<(), BackendError> {
+        let one = self.fastest_product(1, &Product::ONE_ROW, false)?;
+        let many = self.fastest_product(MANY_ROWS, &Product::MANY_ROWS, false)?;
+        let packed_one = self.fastest_product(1, &Product::PACKED_ONE_ROW, true)?;
+        let packed_many = self.fastest_product(MANY_ROWS, &Product::PACKED_MANY_ROWS, true)?;
+        (self.tuning.one_row, self.tuning.many_rows) = (one.1, many.1);
+        let worth = packed_one.0 * 5 <= one.0 * 4 && packed_many.0 <= many.0;
+        self.tuning.packed = worth.then_some((packed_one.1, packed_many.1));
+        self.tuning.attention = self.fastest_attention()?.1;
+        if subgroups {
+            self.tuning.subgroup_scan = self.fastest_scan()?.1;
+        }
+        Ok(())
+    }
+
+    fn fastest_product(
+        &mut self,
+        rows: usize,
+        of: &[Product],
+        packed: bool,
+    ) -> Result<(Duration, Product), BackendError> {
         let (outs, cols) = SHAPE;
-        let bytes = DType::Q4_0.row_bytes(cols).unwrap_or(0) * outs;
-        let values = Bytes::from(vec![0u8; bytes]);
-        let t = HostTensor::new("a measurement", DType::Q4_0, outs, cols, values)?;
+        let precision = std::mem::replace(
+            &mut self.precision,
+            if packed { Precision::Fast } else { Precision::Exact },
+        );
+        let bytes = DType::Q8_0.row_bytes(cols).unwrap_or(0) * outs;
+        // Any codes, and scales below one.
+        let value = |i: usize| if i % 34 == 1 { 0x20 } else { (i * 37 % 251) as u8 };
+        let values = Bytes::from_iter((0..bytes).map(value));
+        let t = HostTensor::new("a measurement", DType::Q8_0, outs, cols, values)?;
         let weight = self.weight(&t, &Part::all(&t))?;
-        let (x, mut y) = (self.tensor(rows, cols)?, self.tensor(rows, outs)?);
+        let (mut x, mut y) = (self.tensor(rows, cols)?, self.tensor(rows, outs)?);
+        self.upload(&ramp(rows * cols), &mut x)?;
+        let found = self.fastest(of, |b, product| {
+            (b.tuning.one_row, b.tuning.many_rows) = (product, product);
+            b.tuning.packed = packed.then_some((product, product));
+            b.linear(&x, &mut [LinearPart { weight: &weight, bias: None, out: &mut y }])?;
+            bits(b, &y)
+        });
+        self.precision = precision;
+        found
+    }
+
+    fn fastest_attention(&mut self) -> Result<(Duration, Attend), BackendError> {
+        const TOKENS: usize = 1024;
+        const HEAD_DIM: usize = 64;
+        const HEADS_OF_MODEL: usize = 8;
+        let blocks = TOKENS / KV_TILE;
+        let spec =
+            KvSpec { layers: 1, kv_heads: 2, head_dim: HEAD_DIM, blocks, block_tokens: KV_TILE };
+        let mut kv = self.kv(&spec)?;
+        let all = |rows, position| SeqRows { rows, position, blocks: (0..blocks as u32).collect() };
+        let mut k = self.tensor(TOKENS, 2 * HEAD_DIM)?;
+        self.upload(&ramp(TOKENS * 2 * HEAD_DIM), &mut k)?;
+        self.kv_write(&mut kv, 0, &k, &k, &[all(0..TOKENS, 0)])?;
+        let params = AttentionParams {
+            heads: HEADS_OF_MODEL,
+            kv_heads: 2,
+            head_dim: HEAD_DIM,
+            scale: 0.125,
+            window: None,
+            softcap: None,
+            kv_head_of: (0..HEADS_OF_MODEL).map(|h| h / 4).collect(),
+        };
+        let cols = HEADS_OF_MODEL * HEAD_DIM;
+        let (mut q, mut out) = (self.tensor(1, cols)?, self.tensor(1, cols)?);
+        self.upload(&ramp(cols), &mut q)?;
+        let seqs = [all(0..1, TOKENS - 1)];
+        self.fastest(&Attend::ALL, |b, how| {
+            b.tuning.attention = how;
+            b.attention(&q, &kv, 0, &seqs, &params, &mut out)?;
+            bits(b, &out)
+        })
+    }
+
+    fn fastest_scan(&mut self) -> Result<(Duration, bool), BackendError> {
+        const VOCAB: usize = 1 << 16;
+        let mut logits = self.tensor(1, VOCAB)?;
+        self.upload(&ramp(VOCAB), &mut logits)?;
+        let greedy = Draw {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            random: 0,
+            add: Vec::new(),
+            forbidden: Vec::new(),
+        };
+        let wants = [Want::Token(greedy)];
+        self.fastest(&[false, true], |b, subgroups| {
+            b.tuning.subgroup_scan = subgroups;
+            let mut out = Samples::default();
+            b.sample(&mut logits, &wants, &mut out)?;
+            Ok(out.tokens.into_iter().map(|t| t.unwrap_or(u32::MAX)).collect())
+        })
+    }
+
+    /// The fastest variant of those that give the first one's bits.
+    fn fastest<V: Copy>(
+        &mut self,
+        of: &[V],
+        mut run: impl FnMut(&mut Self, V) -> Result<Vec<u32>, BackendError>,
+    ) -> Result<(Duration, V), BackendError> {
         let mut best = (Duration::MAX, of[0]);
-        for product in of {
-            (self.tuning.one_row, self.tuning.many_rows) = (product, product);
-            // The first run compiles.
-            for run in 0..3 {
+        let mut want: Option<Vec<u32>> = None;
+        for &variant in of {
+            let got = run(self, variant)?;
+            if got != *want.get_or_insert_with(|| got.clone()) {
+                tracing::warn!(device = %self.gpu.id, "a kernel's bits differ: it is not used");
+                continue;
+            }
+            for _ in 0..RUNS {
                 let start = Instant::now();
-                self.linear(&x, &mut [LinearPart { weight: &weight, bias: None, out: &mut y }])?;
-                self.download(&y, &mut Vec::new())?;
-                if run > 0 && start.elapsed() < best.0 {
-                    best = (start.elapsed(), product);
+                run(self, variant)?;
+                if start.elapsed() < best.0 {
+                    best = (start.elapsed(), variant);
                 }
             }
         }
-        Ok(best.1)
+        Ok(best)
+    }
+
+    /// Fixes how attention is cut, likewise.
+    #[doc(hidden)]
+    pub fn use_attention(&mut self, how: Attend) {
+        self.tuning.attention = how;
+    }
+
+    /// Fixes the arithmetic and variants of fast mode, likewise.
+    #[doc(hidden)]
+    pub fn use_packed(&mut self, one_row: Product, many_rows: Product) {
+        self.precision = Precision::Fast;
+        self.tuning.packed = Some((one_row, many_rows));
     }
 
     /// Fixes the variants, for tests that compare them.
@@ -119,4 +287,15 @@ impl WgpuBackend {
     pub fn use_variants(&mut self, one_row: Product, many_rows: Product) {
         (self.tuning.one_row, self.tuning.many_rows) = (one_row, many_rows);
     }
+}
+
+/// Values in -1..1 without much of a pattern.
+fn ramp(n: usize) -> Vec<f32> {
+    (0..n).map(|i| ((i * 7919) % 1009) as f32 / 504.5 - 1.0).collect()
+}
+
+fn bits(b: &WgpuBackend, t: &crate::tensor::WgpuTensor) -> Result<Vec<u32>, BackendError> {
+    let mut out = Vec::new();
+    b.download(t, &mut out)?;
+    Ok(out.into_iter().map(f32::to_bits).collect())
 }

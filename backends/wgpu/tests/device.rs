@@ -4,7 +4,9 @@ mod common;
 
 use common::*;
 use dunlin_backend::{Backend, BackendError, DType, KvSpec, LinearPart, Part};
-use dunlin_wgpu::{WgpuBackend, WgpuError, adapters};
+use dunlin_suite::attention::case;
+use dunlin_suite::ops::linear;
+use dunlin_wgpu::{WgpuBackend, WgpuError, WgpuOptions, adapters};
 
 #[test]
 fn a_lost_device_refuses_work_and_a_new_one_takes_it() {
@@ -18,7 +20,7 @@ fn a_lost_device_refuses_work_and_a_new_one_takes_it() {
     };
     run(&mut y).expect("a sound device");
     assert!(!b.broken());
-    b.lose();
+    b.lose().unwrap();
     let lost = |r: Result<(), BackendError>| match r {
         Err(BackendError::DeviceLost { device, .. }) => assert!(device.starts_with("wgpu:")),
         other => panic!("{other:?}"),
@@ -74,4 +76,102 @@ fn adapters_are_chosen_by_place_api_and_name() {
         other => panic!("{other:?}"),
     }
     assert!(matches!(WgpuBackend::open("wgpu:").map(drop), Err(WgpuError::BadId { .. })));
+}
+
+fn open_in(folder: &std::path::Path) -> WgpuBackend {
+    let options = WgpuOptions { cache: Some(folder.into()), ..WgpuOptions::default() };
+    WgpuBackend::open_with(&test_id(), &options).expect("an adapter")
+}
+
+/// A file that is damaged, of another driver, or impossible is passed over and written anew.
+#[test]
+fn what_was_measured_is_kept_and_never_trusted_blindly() {
+    let folder = tempfile::tempdir().unwrap();
+    let first = open_in(folder.path());
+    let files = |end: &str| -> Vec<std::path::PathBuf> {
+        let all = std::fs::read_dir(folder.path()).unwrap().map(|f| f.unwrap().path());
+        all.filter(|f| f.to_str().unwrap().ends_with(end)).collect()
+    };
+    let [file] = &files(".tuning.json")[..] else { panic!("{:?}", files("")) };
+    let good = std::fs::read_to_string(file).unwrap();
+    assert!(files(".tmp").is_empty());
+    let other_driver = good.replace("\"driver\": \"", "\"driver\": \"another ");
+    let other_shaders = good.replace("\"shaders\": ", "\"shaders\": 1");
+    let impossible = good.replace("\"slots\": ", "\"slots\": 9");
+    for bad in [
+        "",
+        "{}",
+        "\u{0}\u{1}",
+        &good[..good.len() / 2],
+        &other_driver,
+        &other_shaders,
+        &impossible,
+    ] {
+        assert_ne!(bad, good, "the file has other fields");
+        std::fs::write(file, bad).unwrap();
+        assert_eq!(open_in(folder.path()).tuning(), first.tuning());
+        assert_eq!(std::fs::read_to_string(file).unwrap(), good);
+    }
+    // Where it cannot be written, that is no error.
+    let file = folder.path().join("no-folder");
+    std::fs::write(&file, "").unwrap();
+    assert_eq!(open_in(&file).tuning(), first.tuning());
+
+    // Compiled pipelines, where the driver gives any: damaged ones as well.
+    for file in files(".pipelines") {
+        let good = std::fs::read(&file).unwrap();
+        assert!(good.len() > 16);
+        for bad in [&good[..7], &good[..good.len() - 1], &[0; 64][..]] {
+            std::fs::write(&file, bad).unwrap();
+            let b = open_in(folder.path());
+            let x = b.tensor(2, 40).unwrap();
+            let mut y = b.tensor(2, 40).unwrap();
+            b.add(&mut y, &x).unwrap();
+            assert_eq!(download(&b, &y), [0.0; 80]);
+            drop(b);
+            let anew = std::fs::read(&file).unwrap();
+            assert_ne!(anew, bad);
+        }
+    }
+}
+
+/// Weights are cut by rows and KV stores by heads where a binding is too small for them; what cannot
+/// be cut is refused.
+#[test]
+fn a_small_binding_changes_no_bits() {
+    const LIMIT: u64 = 512 << 10;
+    let options = WgpuOptions { binding_bytes: Some(LIMIT), ..WgpuOptions::default() };
+    let small = WgpuBackend::open_with(&test_id(), &options).expect("an adapter");
+    let mut r = Random::new(9);
+    for dtype in [DType::F32, DType::Q8_0, DType::Q4_K, DType::Q5_1] {
+        let t = matrix(&mut r, dtype, 1700, 1024);
+        assert!(t.data.len() as u64 > LIMIT, "{dtype:?} has to be cut");
+        let (part, x) = (Part::all(&t), r.floats(3 * 1024));
+        let bias = r.floats(1700);
+        let want = linear(device(), &t, &part, Some(&bias), &x);
+        assert!(same_bits(&linear(&small, &t, &part, Some(&bias), &x), &want), "{dtype:?}");
+        let ids = [0, 1699, 733, 5];
+        let embed = |b: &WgpuBackend| {
+            let (table, mut out) = (b.weight(&t, &part).unwrap(), b.tensor(4, 1024).unwrap());
+            b.embed(&table, &ids, 0.5, &mut out).unwrap();
+            download(b, &out)
+        };
+        assert!(same_bits(&embed(&small), &embed(device())), "{dtype:?}");
+    }
+    for seed in 0..40 {
+        let mut c = case(seed);
+        // Two heads of this store fit a binding, or one of its copies.
+        let head = c.spec.head_dim.div_ceil(4) * 16 * c.spec.block_tokens;
+        c.spec.blocks = (LIMIT as usize * 3 / 8) / head;
+        if c.spec.blocks <= c.blocks.len() {
+            continue;
+        }
+        let want = c.run(device(), &[c.tokens]);
+        assert!(same_bits(&c.run(&small, &[c.tokens]), &want), "seed {seed}");
+        c.check_copies(&small);
+    }
+    match small.tensor(1 << 10, 1 << 10).map(drop) {
+        Err(BackendError::OutOfMemory { need, free, .. }) => assert!(need > free),
+        other => panic!("{other:?}"),
+    }
 }

@@ -4,45 +4,12 @@
 mod common;
 
 use common::*;
-use dunlin_backend::{
-    Activation, Backend, BackendError, Draw, Experts, HostTensor, LinearPart, Part, Reference,
-    Rope, RopeStyle, Samples, Want,
+use dunlin_backend::{Backend, Part, Reference};
+use dunlin_suite::ops::{
+    check_samples, experts, linear, random_part, refuses_wrong_calls, row_ops,
 };
 use dunlin_wgpu::Product;
 use proptest::prelude::{ProptestConfig, any, prop_assert, prop_assert_eq, proptest};
-
-/// `x * part(t)^T (+ bias)`
-fn linear<B: Backend>(
-    b: &B,
-    t: &HostTensor,
-    part: &Part,
-    bias: Option<&[f32]>,
-    x: &[f32],
-) -> Vec<f32> {
-    let w = b.weight(t, part).unwrap();
-    let x = upload(b, part.cols.len(), x);
-    let bias = bias.map(|v| upload(b, v.len(), v));
-    let rows = download(b, &x).len() / part.cols.len();
-    let mut out = b.tensor(rows, part.rows.len()).unwrap();
-    b.linear(&x, &mut [LinearPart { weight: &w, bias: bias.as_ref(), out: &mut out }]).unwrap();
-    download(b, &out)
-}
-
-/// A matrix and a part of it: any rows, columns on multiples of 32 (any, for floats).
-fn random_part(r: &mut Random) -> (HostTensor, Part) {
-    let dtype = TYPES[r.below(TYPES.len())];
-    let wide = dtype.block_elements();
-    let cols = if wide == 1 { 1 + r.below(200) } else { wide * (1 + r.below(640 / wide)) };
-    let rows = 1 + r.below(90);
-    let t = matrix(r, dtype, rows, cols);
-    let step = if wide == 1 { 1 } else { 32 };
-    let first = r.below(cols / step);
-    let end = first + 1 + r.below(cols / step - first);
-    let begin = r.below(t.rows);
-    let part =
-        Part { rows: begin..begin + 1 + r.below(t.rows - begin), cols: first * step..end * step };
-    (t, part)
-}
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
@@ -65,7 +32,7 @@ proptest! {
 
     #[test]
     fn embed_is_the_reference(seed in any::<u64>()) {
-        fn run<B: Backend>(b: &B, t: &HostTensor, part: &Part, ids: &[u32]) -> Vec<f32> {
+        fn run<B: Backend>(b: &B, t: &dunlin_backend::HostTensor, part: &Part, ids: &[u32]) -> Vec<f32> {
             let table = b.weight(t, part).unwrap();
             let mut out = b.tensor(ids.len(), part.cols.len()).unwrap();
             b.embed(&table, ids, 1.5, &mut out).unwrap();
@@ -98,71 +65,18 @@ proptest! {
     }
 }
 
-/// Norms, rotary embedding, activations, sums and picked rows over one random tensor.
-fn row_ops<B: Backend>(b: &B, r: &mut Random) -> Vec<(&'static str, Vec<f32>)> {
-    let mut results = Vec::new();
-    let dim = 2 * (1 + r.below(70));
-    let (heads, rows) = (1 + r.below(5), 1 + r.below(9));
-    let cols = heads * dim;
-    let mut x = upload(b, cols, &r.floats(rows * cols));
-    let whole = upload(b, cols, &r.floats(cols));
-    let head = upload(b, dim, &r.floats(dim));
-    let mut y = b.tensor(rows, cols).unwrap();
-    b.rms_norm(&x, &whole, 1e-5, cols, &mut y).unwrap();
-    results.push(("rms_norm", download(b, &y)));
-    b.rms_norm_inplace(&mut y, &head, 1e-6, dim).unwrap();
-    results.push(("rms_norm_inplace", download(b, &y)));
-    let positions: Vec<u32> = (0..rows).map(|_| r.below(9000) as u32).collect();
-    let inv_freq = (0..dim / 2).map(|i| 1e4f32.powf(-2.0 * i as f32 / dim as f32)).collect();
-    let style = [RopeStyle::HalfSplit, RopeStyle::Interleaved][r.below(2)];
-    let rope = Rope { style, head_dim: dim, inv_freq };
-    b.rope(&mut y, &positions, &rope).unwrap();
-    results.push(("rope", download(b, &y)));
-    b.add(&mut x, &y).unwrap();
-    results.push(("add", download(b, &x)));
-    let activation = [Activation::Silu, Activation::GeluTanh][r.below(2)];
-    let mut gate =
-        upload(b, cols, &r.floats(rows * cols).iter().map(|v| v * 30.0).collect::<Vec<_>>());
-    b.gated(&mut gate, &x, activation).unwrap();
-    results.push(("gated", download(b, &gate)));
-    let picked: Vec<u32> = (0..1 + r.below(rows)).map(|_| r.below(rows) as u32).collect();
-    let mut out = b.tensor(rows, cols).unwrap();
-    b.gather(&x, &picked, &mut out).unwrap();
-    results.push(("gather", download(b, &out)));
-    results
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(150))]
+
+    #[test]
+    fn samples_are_those_of_the_host(seed in any::<u64>()) {
+        check_samples(device(), seed);
+    }
 }
 
-fn experts<B: Backend>(b: &B, r: &mut Random) -> Vec<f32> {
-    let (count, hidden, ffn) = (1 + r.below(7), 32 * (1 + r.below(3)), 32 * (1 + r.below(4)));
-    let (rows, top_k) = (1 + r.below(9), 1 + r.below(count));
-    let mut list = |rows, cols| -> Vec<B::Weight> {
-        let types = TYPES.map(|t| (t, t.block_elements())).into_iter().filter(|(_, n)| *n <= 32);
-        let types: Vec<_> = types.map(|(t, _)| t).collect();
-        let one = |_| {
-            let dtype = types[r.below(types.len())];
-            let t = matrix(r, dtype, rows, cols);
-            b.weight(&t, &Part::all(&t)).unwrap()
-        };
-        (0..count).map(one).collect()
-    };
-    let (gate, up, down) = (list(ffn, hidden), list(ffn, hidden), list(hidden, ffn));
-    let x = upload(b, hidden, &r.floats(rows * hidden));
-    // Coarse values, so that there are ties.
-    let scores: Vec<f32> = (0..rows * count).map(|_| r.below(5) as f32 - 2.0).collect();
-    let router = upload(b, count, &scores);
-    let mut out = b.tensor(rows, hidden).unwrap();
-    let experts = Experts {
-        gate: &gate,
-        up: &up,
-        down: &down,
-        top_k,
-        normalise: r.below(2) == 0,
-        activation: Activation::Silu,
-    };
-    b.experts(&x, &router, &experts, &mut out).unwrap();
-    // Twice, so that what the first run left behind would show.
-    b.experts(&x, &router, &experts, &mut out).unwrap();
-    download(b, &out)
+#[test]
+fn wrong_calls_are_refused() {
+    refuses_wrong_calls(device());
 }
 
 /// All variants of a product, many rows at once and one after another.
@@ -191,86 +105,59 @@ fn variants_and_numbers_of_rows_give_the_same_bits() {
     }
 }
 
+/// In fast mode too, and float32's result where int8 rounds nothing away.
 #[test]
-fn wrong_calls_are_refused() {
-    let b = device();
-    let mut r = Random::new(1);
-    let t = matrix(&mut r, dunlin_backend::DType::Q8_0, 8, 64);
-    let shape = |e: Result<(), BackendError>| matches!(e, Err(BackendError::Shape { .. }));
-    for part in [
-        Part { rows: 0..9, cols: 0..64 },
-        Part { rows: 0..8, cols: 0..96 },
-        Part { rows: 0..8, cols: 1..33 },
-    ] {
-        assert!(shape(b.weight(&t, &part).map(drop)), "{part:?}");
-    }
-    let w = b.weight(&t, &Part::all(&t)).unwrap();
-    let (x, mut y) = (b.tensor(2, 32).unwrap(), b.tensor(2, 8).unwrap());
-    let mut short = b.tensor(1, 64).unwrap();
-    assert!(shape(b.linear(&x, &mut [LinearPart { weight: &w, bias: None, out: &mut y }])));
-    assert!(shape(b.embed(&w, &[8], 1.0, &mut short)));
-    assert!(shape(b.embed(&w, &[0, 1], 1.0, &mut short)));
-    assert!(shape(b.add(&mut short, &x)));
-    assert!(shape(b.gather(&x, &[2], &mut y)));
-    assert!(shape(b.upload(&[0.0; 33], &mut y)));
-    assert!(shape(b.set_rows(&mut y, 3)));
-    assert!(shape(b.tensor(usize::MAX / 8, 64).map(drop)));
-}
-
-/// Parameters of a draw as requests have them, rare ones often.
-fn any_draw(r: &mut Random, cols: usize) -> Draw {
-    let ids = |r: &mut Random, n: usize| -> Vec<u32> {
-        (0..r.below(n)).map(|_| r.below(cols + 2) as u32).collect()
-    };
-    let unit = |r: &mut Random| r.float().abs();
-    Draw {
-        temperature: [0.0, 1.0, 0.1 + 2.0 * unit(r), 1e-40][r.below(4)],
-        top_k: [0, 1 + r.below(2 * cols) as u32, 1 + r.below(9) as u32][r.below(3)],
-        top_p: [1.0, unit(r), 0.0, 0.001 * unit(r)][r.below(4)],
-        min_p: [0.0, unit(r), 0.01 * unit(r), 1.0][r.below(4)],
-        random: r.bits(),
-        add: ids(r, 4)
-            .into_iter()
-            .map(|id| (id, [9.0 * r.float(), f32::NEG_INFINITY][r.below(2)]))
-            .collect(),
-        forbidden: ids(r, 5),
-    }
-}
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(150))]
-
-    /// To the bit, whatever the company.
-    #[test]
-    fn samples_are_those_of_the_host(seed in any::<u64>()) {
-        let mut r = Random::new(seed);
-        let most = [5, 300, 9000][r.below(3)];
-        let cols = 1 + r.below(most);
-        let rows = 1 + r.below(5);
-        let (size, whole) = ([1.0, 20.0, 1e-3][r.below(3)], r.below(2) == 0);
-        // Whole numbers now and then, so that ties happen.
-        let value = |v: f32| if whole { (v * 3.0).round() } else { v * size };
-        let mut logits: Vec<f32> = r.floats(rows * cols).into_iter().map(value).collect();
-        if r.below(4) == 0 {
-            let at = r.below(rows * cols);
-            logits[at] = [f32::NAN, f32::INFINITY, f32::NEG_INFINITY, -0.0, 3e38][r.below(5)];
-        }
-        let wants: Vec<Want> = (0..rows)
-            .map(|_| match r.below(4) {
-                0 => Want::Logits,
-                _ => Want::Token(any_draw(&mut r, cols)),
-            })
-            .collect();
-        let run = |logits: &[f32]| {
-            let mut t = upload(device(), cols, logits);
-            let mut out = Samples::default();
-            device().sample(&mut t, &wants, &mut out).unwrap();
-            out
+fn products_of_bytes_have_their_bits_in_any_company() {
+    const ROWS: usize = 11;
+    let mut r = Random::new(4);
+    let mut b = open();
+    let shapes = Product::PACKED_ONE_ROW.into_iter().zip(Product::PACKED_MANY_ROWS);
+    for dtype in TYPES {
+        let t = matrix(&mut r, dtype, 70, 768);
+        let part = Part { rows: 3..70, cols: 32..736 };
+        let cols = part.cols.len();
+        let whole = |i: usize, r: &mut Random| match i % 32 {
+            7 => 127.0 / 64.0,
+            _ => (r.below(255) as f32 - 127.0) / 64.0,
         };
-        let got = run(&logits);
-        let mut want = Samples { logits: logits.clone(), tokens: vec![] };
-        dunlin_backend::draw::sample_rows(cols, &wants, &mut want);
-        prop_assert_eq!(&got.tokens, &want.tokens, "{:?}", wants);
-        prop_assert!(same_bits(&got.logits, &want.logits));
+        let x: Vec<f32> = (0..ROWS * cols).map(|i| whole(i, &mut r)).collect();
+        let want = linear(&Reference, &t, &part, None, &x);
+        let mut first: Option<Vec<f32>> = None;
+        for (one_row, many_rows) in shapes.clone() {
+            b.use_packed(one_row, many_rows);
+            let all = linear(&b, &t, &part, None, &x);
+            assert_eq!(far(&all, &want, 1e-5), None, "{dtype:?}, {many_rows:?}");
+            let bits = first.get_or_insert_with(|| all.clone());
+            assert!(same_bits(&all, bits), "{dtype:?}, {many_rows:?}");
+            for row in [0, 5, ROWS - 1] {
+                let one = linear(&b, &t, &part, None, &x[row * cols..][..cols]);
+                let want = &all[row * part.rows.len()..][..part.rows.len()];
+                assert!(same_bits(&one, want), "{dtype:?}, {one_row:?}, row {row}");
+            }
+        }
+        // What int8 cannot hold is not hidden, and stays in its row.
+        for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
+            let mut x = x.clone();
+            x[cols + 77] = bad;
+            let got = linear(&b, &t, &part, None, &x);
+            let row = |n: usize| &got[n * part.rows.len()..][..part.rows.len()];
+            assert!(row(1).iter().all(|v| !v.is_finite()), "{dtype:?} {bad}");
+            assert!([row(0), row(2)].concat().iter().all(|v| v.is_finite()), "{dtype:?} {bad}");
+        }
+    }
+}
+
+/// Ordinary activations lose little by being int8.
+#[test]
+fn products_of_bytes_are_near_the_reference() {
+    let mut r = Random::new(5);
+    let mut b = open();
+    b.use_packed(Product::Rows(1, 1), Product::Rows(4, 4));
+    for dtype in TYPES {
+        let t = matrix(&mut r, dtype, 40, 512);
+        let x = r.floats(3 * 512);
+        let (part, near) = (Part::all(&t), 1e-2);
+        let want = linear(&Reference, &t, &part, None, &x);
+        assert_eq!(far(&linear(&b, &t, &part, None, &x), &want, near), None, "{dtype:?}");
     }
 }
