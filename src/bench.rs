@@ -6,8 +6,11 @@
 //! read delivers have gaps of 0: where tokens come that fast, TPOT is the figure to trust. The load
 //! generator shares this machine's cores with the server if the server runs here.
 //!
+//! With `--device` there is no endpoint: [`device`] measures what a device reaches by itself.
+//!
 //! [`plan`] draws the requests and [`stats`] computes the figures; this file sends and prints.
 
+pub mod device;
 mod plan;
 mod stats;
 #[cfg(test)]
@@ -33,6 +36,9 @@ pub struct BenchArgs {
     /// The endpoint, such as http://127.0.0.1:8080 [default: the cluster of the config]
     #[arg(long)]
     pub url: Option<String>,
+    /// Measure this device instead, without a cluster: cpu, wgpu:0, ...
+    #[arg(long, value_name = "DEVICE", conflicts_with = "url")]
+    pub device: Option<String>,
     /// Sent as `Authorization: Bearer` [default: $DUNLIN_API_KEY]
     #[arg(long, hide_default_value = true)]
     pub api_key: Option<String>,
@@ -92,7 +98,7 @@ pub struct BenchArgs {
     slo_e2e_ms: Option<f64>,
     /// Write the figures to this file
     #[arg(long)]
-    json: Option<PathBuf>,
+    pub json: Option<PathBuf>,
 }
 
 fn id_range(text: &str) -> Result<(u32, u32), String> {

@@ -102,7 +102,9 @@ Examples:
   dunlin bench -c 8 -n 100                               8 at a time
   dunlin bench --rate 2 -n 200 --slo-ttft-ms 500         two a second, and goodput
   dunlin bench --prompt-tokens uniform:16..512 --shared-prefix 0.5 --prefix-tokens 256
-  dunlin bench --url http://127.0.0.1:9000 --json other.json")]
+  dunlin bench --url http://127.0.0.1:9000 --json other.json
+  dunlin bench --device wgpu:0                           one device, beside a copy and a matmul
+  dunlin bench --device cpu --model smollm2-135m-instruct")]
 pub struct BenchCommand {
     #[command(flatten)]
     config: ConfigArgs,
@@ -113,6 +115,10 @@ pub struct BenchCommand {
 /// `dunlin bench`: against `--url`, or the cluster of the configuration.
 pub async fn bench(BenchCommand { config, bench: args }: BenchCommand) -> Result<ExitCode> {
     let mut signals = Signals::catch()?;
+    if let Some(device) = args.device.clone() {
+        let measured = bench::device::run(device, config.model.clone(), args.json.as_deref());
+        return finish(signals.or(measured).await);
+    }
     if let Some(url) = args.url.clone() {
         let done = signals.or(bench::run(&args, &url)).await;
         return finish(done);

@@ -20,7 +20,9 @@ use dunlin_model::manifest::Manifest;
 use dunlin_model::split::{plan_split, split_layers};
 use dunlin_model::stage::{Changed, StageError, StageWeights, kv_block_bytes, stage_bytes};
 use dunlin_model::transformer::TransformerEngine;
-use dunlin_wgpu::{WgpuBackend, WgpuError};
+use dunlin_wgpu::{WgpuBackend, WgpuError, WgpuOptions};
+
+use crate::models;
 
 /// Changes when the bytes of KV blocks change their meaning.
 const KV_FORMAT: &str = "kv f32 1";
@@ -113,7 +115,9 @@ fn open_device(id: &str, options: CpuOptions) -> Result<Box<dyn Holder>, DeviceE
         return Err(DeviceError::Unknown(id.to_owned()));
     }
     let name = id.to_owned();
-    let open = move || WgpuBackend::open(&name);
+    let (precision, cache) = (options.precision, models::adapter_folder());
+    let options = WgpuOptions { precision, cache, ..WgpuOptions::default() };
+    let open = move || WgpuBackend::open_with(&name, &options);
     let backend = open()?;
     let description = backend.info().description;
     Ok(Box::new(Held::new(backend, description, open, WgpuBackend::broken)))

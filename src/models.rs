@@ -186,6 +186,11 @@ impl Options {
     }
 }
 
+/// Where what was measured and compiled for graphics adapters is kept: beside the models.
+pub fn adapter_folder() -> Option<PathBuf> {
+    Options::from_env().ok().map(|options| options.cache.join("adapters"))
+}
+
 /// The model called `name`, fetched if it is not here. Blocks while it fetches; use a thread that
 /// may block.
 pub fn locate(name: &str, options: &Options) -> Result<Located, ModelError> {

@@ -37,7 +37,7 @@ fn a_lost_adapter_is_opened_anew_with_its_weights() {
     let mut engine = held.build(&files, &spec).expect("an engine");
     let want = engine.step(&batch, None, &mut Alone).expect("a step");
     assert!(matches!(&want, StageOutput::Hidden(values) if values.iter().any(|v| *v != 0.0)));
-    held.state().backend.lose();
+    held.state().backend.lose().expect("an adapter can be lost");
     let lost = engine.step(&batch, None, &mut Alone);
     let told = matches!(&lost, Err(EngineError::Backend(BackendError::DeviceLost { .. })));
     assert!(told, "{lost:?}");

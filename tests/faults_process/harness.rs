@@ -17,18 +17,25 @@ pub const HASH: &str = "examples/hash.toml";
 pub const PIPELINE: &str = "examples/pipeline.toml";
 /// Two replicas on two workers, the default model.
 pub const MODEL: &str = "cluster.toml";
+/// A pipeline of a processor and a graphics adapter, the repository's tiny model.
+pub const MIXED: &str = "examples/mixed.toml";
 
 /// A plan of `requests` requests, `tokens` tokens each, a few milliseconds apart.
 pub fn plan(file: &str, name: &str, requests: u64, tokens: u32) -> Resolved {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(file);
     let text = std::fs::read_to_string(path).expect("a file of the repository");
-    let hash = file != MODEL;
+    let hash = file != MODEL && file != MIXED;
     let mut set = vec![("kv.memory".to_string(), "\"64MiB\"".to_string())];
     let mut also = |key: &str, value: &str| set.push((key.to_string(), value.to_string()));
     also("membership.lease_ms", "1000");
     also("membership.heartbeat_ms", "100");
-    also("scheduler.step_deadline_ms", "2000");
+    // An adapter in software compiles its kernels at the first step.
+    also("scheduler.step_deadline_ms", if file == MIXED { "60000" } else { "2000" });
     also("restart.max", "1000");
+    if file == MIXED {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-llama");
+        also("cluster.model", &serde_json::json!(folder).to_string());
+    }
     if hash {
         also("engine.kind", "\"hash\"");
         also("engine.step_micros", "4000");

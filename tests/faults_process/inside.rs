@@ -4,7 +4,9 @@ use dunlin_faults::fault::{Expect, Fault, Kind, Target};
 use dunlin_faults::record::Record;
 use dunlin_faults::resolved::Resolved;
 
-use crate::harness::{HASH, PIPELINE, check_fault, check_masked, fault, got, node, plan, run};
+use crate::harness::{
+    HASH, MIXED, PIPELINE, check_fault, check_masked, fault, got, node, plan, run,
+};
 
 fn first_shard() -> Target {
     Target::Shard { replica: "r0".into(), stage: 0, rank: 0 }
@@ -61,6 +63,24 @@ fn a_device_without_memory() {
 #[test]
 fn a_kernel_that_cannot_be_launched() {
     masked(HASH, fault(Kind::DeviceLaunchError, first_shard(), 10));
+}
+
+fn adapters_shard() -> Target {
+    Target::Shard { replica: "r0".into(), stage: 1, rank: 0 }
+}
+
+/// The adapter is really given up, and opened anew for the shard that follows.
+#[test]
+fn an_adapter_that_is_lost_in_the_middle_of_streams() {
+    let record = carried_out(MIXED, fault(Kind::DeviceLaunchError, adapters_shard(), 10));
+    check_masked(&record);
+    let proof = record.faults.iter().find_map(|fault| fault.proof.as_deref()).unwrap_or_default();
+    assert!(proof.contains("fails: wgpu:0: device lost"), "{proof}");
+}
+
+#[test]
+fn an_adapter_without_memory() {
+    masked(MIXED, fault(Kind::DeviceOom, adapters_shard(), 10));
 }
 
 #[test]
