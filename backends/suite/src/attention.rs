@@ -75,13 +75,14 @@ impl Case {
     /// A store whose blocks hold NaN wherever nothing is written.
     pub fn store<B: Backend>(&self, b: &B) -> B::Kv {
         let mut kv = b.kv(&self.spec).expect("an op");
-        let n = self.spec.blocks * self.spec.block_tokens;
+        let n = self.spec.block_tokens;
         let cols = self.spec.kv_heads * self.spec.head_dim;
         let nan = upload(b, cols, &vec![f32::NAN; n * cols]);
-        let all =
-            SeqRows { rows: 0..n, position: 0, blocks: (0..self.spec.blocks as u32).collect() };
-        for layer in 0..self.spec.layers {
-            b.kv_write(&mut kv, layer, &nan, &nan, std::slice::from_ref(&all)).expect("an op");
+        for block in 0..self.spec.blocks as u32 {
+            let all = [SeqRows { rows: 0..n, position: 0, blocks: vec![block] }];
+            for layer in 0..self.spec.layers {
+                b.kv_write(&mut kv, layer, &nan, &nan, &all).expect("an op");
+            }
         }
         kv
     }
