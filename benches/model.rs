@@ -14,7 +14,7 @@
 
 use clap::Parser;
 use dunlin_backend::Backend;
-use dunlin_cpu::{CpuBackend, CpuOptions, Precision};
+use dunlin_cpu::{CpuBackend, CpuOptions};
 use dunlin_model::engine::{Alone, Batch, BatchSeq, Engine, SampleSpec, StageOutput, StageSpec};
 use dunlin_model::loader::ModelFiles;
 use dunlin_model::sampling::SamplingParams;
@@ -65,7 +65,7 @@ fn main() -> anyhow::Result<()> {
     let args = Args::parse();
     let files = ModelFiles::open(&args.model)?;
     let threads = args.threads as usize;
-    let options = CpuOptions { threads, precision: Precision::Fast, path: None };
+    let options = CpuOptions { threads, ..CpuOptions::default() };
     if !args.contexts.is_empty() {
         return growth(&files, options, &args);
     }
@@ -186,7 +186,8 @@ impl Subject {
             bytes -= backend.weight_bytes(embedding);
         }
         let decode_bytes = spec.moe.is_none().then_some(bytes);
-        let kv_bytes_per_token = kv_block_bytes(spec, &stage) / BLOCK_TOKENS as u64;
+        let block_bytes = kv_block_bytes(spec, &stage, options.kv_dtype());
+        let kv_bytes_per_token = block_bytes / BLOCK_TOKENS as u64;
         let engine = TransformerEngine::new(backend.clone(), weights, stage)?;
         let vocab = u32::try_from(spec.vocab)?;
         Ok(Self { backend, engine, vocab, decode_bytes, kv_bytes_per_token })

@@ -10,11 +10,12 @@ use dunlin_actors::gateway::{ByteModel, TextModel};
 use dunlin_actors::host::config::{hash_spec, host_options, node_options};
 use dunlin_actors::host::{Host, HostParts};
 use dunlin_actors::telemetry::ACTOR_METRICS;
+use dunlin_backend::KvDtype;
 use dunlin_faults::process::inside::Inside;
 use dunlin_faults::process::reach::Reach;
 use dunlin_model::loader::ModelFiles;
 use dunlin_runtime::certs::NodeIdentity;
-use dunlin_runtime::config::{ClusterConfig, EngineSection, NodeConfig, Precision};
+use dunlin_runtime::config::{ClusterConfig, EngineSection, KvType, NodeConfig, Precision};
 use dunlin_runtime::telemetry::{RUNTIME_METRICS, init_metrics};
 use dunlin_runtime::transport::quic::{QuicOptions, QuicTransport};
 use dunlin_runtime::{Incarnation, Node, NodeName, StartError};
@@ -63,6 +64,7 @@ async fn computing(config: &ClusterConfig, name: &NodeName, own: &NodeConfig) ->
             Precision::Fast => dunlin_cpu::Precision::Fast,
             Precision::Exact => dunlin_cpu::Precision::Exact,
         },
+        kv: kv_dtype(config),
         memory: own.memory,
     };
     if let EngineSection::Hash(options) = &config.engine {
@@ -84,6 +86,19 @@ async fn computing(config: &ClusterConfig, name: &NodeName, own: &NodeConfig) ->
         let mend = "name a model that can be had and read";
         config.complain("cluster.model", crate::explain(&e), mend).into()
     })
+}
+
+/// What blocks hold in the whole cluster. The default is what all its devices can do.
+fn kv_dtype(config: &ClusterConfig) -> KvDtype {
+    let mut devices = config.nodes.values().flat_map(|node| &node.devices);
+    match config.kv.dtype {
+        Some(KvType::F32) => KvDtype::F32,
+        Some(KvType::F16) => KvDtype::F16,
+        Some(KvType::Int8) => KvDtype::Int8,
+        None if config.cluster.precision == Precision::Exact => KvDtype::F32,
+        None if devices.all(|id| engines::is_cpu(id)) => KvDtype::F16,
+        None => KvDtype::F32,
+    }
 }
 
 fn open_model(model: &str, devices: &NodeDevices, has_gateway: bool) -> Result<Computing> {

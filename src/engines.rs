@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dunlin_actors::engines::{BuildError, Engines, ModelShape};
 use dunlin_actors::messages::{DeviceDescription, NodeDescription};
-use dunlin_backend::Backend;
+use dunlin_backend::{Backend, KvDtype};
 use dunlin_cpu::{CpuBackend, CpuError, CpuOptions, Precision};
 use dunlin_model::engine::{Engine, StageSpec};
 use dunlin_model::error::LoadError;
@@ -24,8 +24,8 @@ use dunlin_wgpu::{WgpuBackend, WgpuError, WgpuOptions};
 
 use crate::models;
 
-/// Changes when the bytes of KV blocks change their meaning.
-const KV_FORMAT: &str = "kv f32 1";
+/// Changes when the bytes of KV blocks change their meaning, beside their type.
+const KV_FORMAT: &str = "kv 2";
 /// Activations of a step, per token and hidden value: what a workspace takes at most, roughly.
 const WORKSPACE_BYTES: u64 = 64;
 
@@ -36,6 +36,8 @@ pub struct NodeDevices {
     /// Shared evenly by the CPU devices.
     pub threads: usize,
     pub precision: Precision,
+    /// What every KV store of the cluster holds.
+    pub kv: KvDtype,
     /// Bytes for weights and KV; `None`: what the machine has.
     pub memory: Option<u64>,
 }
@@ -54,6 +56,11 @@ pub enum DeviceError {
     Cpu(#[from] CpuError),
     #[error(transparent)]
     Wgpu(#[from] WgpuError),
+    #[error(
+        "device {device}: it keeps KV in f32 only, not in {}; \
+         set kv.dtype = \"f32\", or leave it out", .kv.name()
+    )]
+    KvDtype { device: String, kv: KvDtype },
     #[error("device {0}: this build has no backend for it; use cpu, cpu:N or wgpu:N")]
     Unknown(String),
 }
@@ -68,10 +75,11 @@ impl ModelEngines {
         hold_to_manifest(&mut files);
         let cpus = devices.ids.iter().filter(|id| is_cpu(id)).count();
         let threads = (devices.threads / cpus.max(1)).max(1);
-        let options = CpuOptions { threads, precision: devices.precision, path: None };
+        let options =
+            CpuOptions { threads, precision: devices.precision, kv: Some(devices.kv), path: None };
         let open = |id: &String| Ok((id.clone(), open_device(id, options)?));
         let made = devices.ids.iter().map(open).collect::<Result<_, DeviceError>>()?;
-        let shape = TransformerShape::new(name, files, devices.precision);
+        let shape = TransformerShape::new(name, files, devices.precision, devices.kv);
         Ok(ModelEngines { shape, devices: made, memory: devices.memory })
     }
 }
@@ -95,7 +103,7 @@ pub fn is_known(id: &str) -> bool {
     is_cpu(id) || id.starts_with("wgpu:")
 }
 
-fn is_cpu(id: &str) -> bool {
+pub fn is_cpu(id: &str) -> bool {
     id == "cpu" || id.starts_with("cpu:")
 }
 
@@ -113,6 +121,9 @@ fn open_device(id: &str, options: CpuOptions) -> Result<Box<dyn Holder>, DeviceE
     }
     if !is_known(id) {
         return Err(DeviceError::Unknown(id.to_owned()));
+    }
+    if let Some(kv) = options.kv.filter(|kv| *kv != KvDtype::F32) {
+        return Err(DeviceError::KvDtype { device: id.to_owned(), kv });
     }
     let name = id.to_owned();
     let (precision, cache) = (options.precision, models::adapter_folder());
@@ -298,12 +309,13 @@ struct TransformerShape {
     files: ModelFiles,
     hash: String,
     precision: Precision,
+    kv: KvDtype,
 }
 
 impl TransformerShape {
-    fn new(name: &str, files: ModelFiles, precision: Precision) -> TransformerShape {
+    fn new(name: &str, files: ModelFiles, precision: Precision, kv: KvDtype) -> TransformerShape {
         let hash = files.model_hash();
-        TransformerShape { name: name.to_string(), files, hash, precision }
+        TransformerShape { name: name.to_string(), files, hash, precision, kv }
     }
 }
 
@@ -334,11 +346,12 @@ impl ModelShape for TransformerShape {
     }
 
     fn kv_block_bytes(&self, spec: &StageSpec) -> u64 {
-        kv_block_bytes(self.files.spec(), spec)
+        kv_block_bytes(self.files.spec(), spec, self.kv)
     }
 
     fn cache_namespace(&self) -> [u8; 16] {
-        namespace(&[&self.hash, KV_FORMAT, &format!("{:?}", self.precision)])
+        let precision = format!("{:?}", self.precision);
+        namespace(&[&self.hash, KV_FORMAT, self.kv.name(), &precision])
     }
 }
 

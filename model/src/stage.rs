@@ -5,7 +5,7 @@ use crate::error::LoadError;
 use crate::spec::{ModelSpec, RopeScaling, RopeSpec};
 use crate::split::{RankSplit, SplitError, plan_split};
 use crate::weights::{WeightId, WeightSource, has_weight, norms_lack_one, tensor_of, weight};
-use dunlin_backend::{Backend, BackendError, HostTensor, Part, Rope, quant};
+use dunlin_backend::{Backend, BackendError, HostTensor, KvDtype, Part, Rope, quant};
 use std::cell::RefCell;
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -260,13 +260,13 @@ fn shares_embedding(tied: bool, stage: &StageSpec) -> bool {
     tied && stage.first && stage.last && stage.ranks == 1
 }
 
-/// Bytes of one KV block of the stage: keys and values, float32.
-pub fn kv_block_bytes(spec: &ModelSpec, stage: &StageSpec) -> u64 {
+/// Bytes of one KV block of the stage: keys and values of type `dtype`.
+pub fn kv_block_bytes(spec: &ModelSpec, stage: &StageSpec, dtype: KvDtype) -> u64 {
     let kv_heads = plan_split(spec, stage.ranks)
         .ok()
         .and_then(|splits| splits.get(stage.rank).map(|s| s.kv_heads.len()))
         .unwrap_or(spec.kv_heads);
-    let per_token = 2 * stage.layers.len() * kv_heads * spec.head_dim * size_of::<f32>();
+    let per_token = stage.layers.len() * kv_heads * dtype.head_bytes(spec.head_dim);
     (per_token * stage.block_tokens) as u64
 }
 

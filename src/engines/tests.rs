@@ -44,3 +44,43 @@ fn a_lost_adapter_is_opened_anew_with_its_weights() {
     let mut next = held.build(&files, &spec).expect("opened anew");
     assert_eq!(next.step(&batch, None, &mut Alone), Ok(want));
 }
+
+/// Blocks of one type are of no use to another: the caches of the three never meet.
+#[test]
+fn the_type_of_kv_is_part_of_the_cache_namespace_and_of_the_plan() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-llama");
+    let shape = |kv| {
+        let files = ModelFiles::open(&folder).expect("a model");
+        TransformerShape::new("tiny", files, Precision::Fast, kv)
+    };
+    let stage = StageSpec {
+        layers: 0..1,
+        first: true,
+        last: false,
+        rank: 0,
+        ranks: 1,
+        kv_blocks: 2,
+        block_tokens: 16,
+        max_tokens: 16,
+    };
+    let [f32, f16, int8] = KvDtype::ALL.map(shape);
+    let spaces = [&f32, &f16, &int8].map(|shape| shape.cache_namespace());
+    assert!(spaces[0] != spaces[1] && spaces[1] != spaces[2] && spaces[0] != spaces[2]);
+    let bytes = [&f32, &f16, &int8].map(|shape| shape.kv_block_bytes(&stage));
+    assert!(bytes[0] == 2 * bytes[1] && bytes[1] > bytes[2], "{bytes:?}");
+}
+
+#[test]
+fn an_adapter_refuses_kv_that_it_cannot_keep() {
+    let devices = NodeDevices {
+        ids: vec!["wgpu:0".into()],
+        threads: 1,
+        precision: Precision::Fast,
+        kv: KvDtype::Int8,
+        memory: None,
+    };
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-llama");
+    let files = ModelFiles::open(&folder).expect("a model");
+    let refused = ModelEngines::new("tiny", files, &devices).err().expect("an error").to_string();
+    assert!(refused.contains("wgpu:0") && refused.contains("kv.dtype = \"f32\""), "{refused}");
+}

@@ -16,7 +16,7 @@ mod runner;
 mod same_bits;
 mod wgpu;
 
-use dunlin_backend::{Backend, Precision, Reference};
+use dunlin_backend::{Backend, KvDtype, Precision, Reference};
 use dunlin_cpu::{CpuBackend, CpuOptions};
 use dunlin_model::loader::ModelFiles;
 use golden::{Golden, data, downloaded, steps_file, summary_file};
@@ -91,7 +91,8 @@ fn ranks_match_smollm2(ranks: usize) {
         for (rank, mut member) in group::group(ranks).into_iter().enumerate() {
             let (model, some) = (&model, &some);
             scope.spawn(move || {
-                let options = CpuOptions { threads: 1, precision: Precision::Exact, path: None };
+                let options =
+                    CpuOptions { threads: 1, precision: Precision::Exact, kv: None, path: None };
                 let backend = CpuBackend::new(options).expect("a CPU backend");
                 let mut runner = Runner::rank(backend, model, 128, rank, ranks);
                 for golden in some {
@@ -114,25 +115,32 @@ fn tiny<B: Backend>(name: &str, backend: B) {
     }
 }
 
-/// Holds the exact mode to the goldens, and the fast mode to the exact one.
+/// Holds the exact mode to the goldens, and the fast mode, with each type of KV, to the exact one.
 fn exact_and_fast(model: &ModelFiles, goldens: &[Golden]) {
     assert!(goldens.len() >= 12, "{} prompts", goldens.len());
     let mut exact = Runner::new(cpu(Precision::Exact), model, longest(goldens));
-    let mut fast = Runner::new(cpu(Precision::Fast), model, longest(goldens));
-    let (mut count, mut agreed, mut kl) = (0, 0, 0.0);
+    let mut fast = KvDtype::ALL.map(|kv| {
+        let options = CpuOptions { kv: Some(kv), ..CpuOptions::default() };
+        Runner::new(CpuBackend::new(options).expect("a CPU backend"), model, longest(goldens))
+    });
+    let (mut count, mut agreed, mut kl) = (0, [0; 3], [0.0; 3]);
     for golden in goldens {
         let oracle = rows(&mut exact, golden);
         compare(golden, &oracle);
-        for (oracle, fast) in oracle.iter().zip(rows(&mut fast, golden)) {
-            count += 1;
-            agreed += usize::from(argmax(oracle) == argmax(&fast));
-            kl += divergence(oracle, &fast);
+        count += oracle.len();
+        for (i, fast) in fast.iter_mut().enumerate() {
+            for (oracle, fast) in oracle.iter().zip(rows(fast, golden)) {
+                agreed[i] += usize::from(argmax(oracle) == argmax(&fast));
+                kl[i] += divergence(oracle, &fast);
+            }
         }
     }
-    let (mean, share) = (kl / count as f64, agreed as f64 / count as f64);
-    println!("fast against exact: {count} positions, mean KL {mean:.5}, {share:.4} agree");
-    assert!(mean <= MEAN_KL, "mean KL {mean} over {count} positions");
-    assert!(share >= AGREEMENT, "the same token in {share} of {count} positions");
+    for (i, kv) in KvDtype::ALL.into_iter().enumerate() {
+        let (mean, share) = (kl[i] / count as f64, agreed[i] as f64 / count as f64);
+        println!("fast, {kv:?} KV: {count} positions, mean KL {mean:.5}, {share:.4} agree");
+        assert!(mean <= MEAN_KL, "{kv:?}: mean KL {mean} over {count} positions");
+        assert!(share >= AGREEMENT, "{kv:?}: the same token in {share} of {count} positions");
+    }
 }
 
 fn longest(goldens: &[Golden]) -> usize {

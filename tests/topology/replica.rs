@@ -49,7 +49,7 @@ pub struct Models<B: Backend> {
 impl Models<CpuBackend> {
     pub fn on_cpu(precision: Precision) -> Self {
         let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
-        let options = CpuOptions { threads, precision, path: None };
+        let options = CpuOptions { threads, precision, kv: None, path: None };
         Self::load(CpuBackend::new(options).expect("a CPU"))
     }
 }

@@ -35,7 +35,7 @@ fn windowed(window: Option<u32>, mixed: bool) -> Models<CpuBackend> {
         config["layer_types"] = serde_json::json!([local, global, local, global]);
     }
     std::fs::write(folder.path().join("config.json"), config.to_string()).expect("written");
-    let options = CpuOptions { threads: 2, precision: Precision::Exact, path: None };
+    let options = CpuOptions { threads: 2, precision: Precision::Exact, kv: None, path: None };
     Models::open(CpuBackend::new(options).expect("a CPU"), folder.path())
 }
 

@@ -12,8 +12,9 @@ use crate::draw::{self, Samples, Want};
 use crate::{BackendError, HostTensor};
 use std::ops::Range;
 
-/// Tokens in one attention tile: the unit of the online softmax, on every backend. A KV block
-/// holds a whole number of tiles, so the order of reductions never depends on the block size.
+/// Tokens in one attention tile. The online softmax moves by a fixed whole number of tiles at
+/// multiples of the absolute position, on every backend. A KV block holds a whole number of tiles,
+/// so the order of reductions never depends on the block size.
 pub const KV_TILE: usize = 16;
 
 /// Which arithmetic a backend uses for linear layers.
@@ -24,6 +25,40 @@ pub enum Precision {
     Exact,
     /// Quantised weights times int8 activations (per row and 32-wide block).
     Fast,
+}
+
+/// How keys and values are kept between steps. Other types are other cache contents: blocks of one
+/// never serve another.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum KvDtype {
+    F32,
+    /// IEEE half precision, rounded to nearest even when written.
+    F16,
+    /// Int8 with one float32 scale per token and head, for keys and for values.
+    Int8,
+}
+
+impl KvDtype {
+    pub const ALL: [KvDtype; 3] = [KvDtype::F32, KvDtype::F16, KvDtype::Int8];
+
+    /// As `cluster.toml` names it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            KvDtype::F32 => "f32",
+            KvDtype::F16 => "f16",
+            KvDtype::Int8 => "int8",
+        }
+    }
+
+    /// Bytes of one token's keys and values of one head in one layer.
+    pub const fn head_bytes(self, head_dim: usize) -> usize {
+        2 * match self {
+            KvDtype::F32 => 4 * head_dim,
+            KvDtype::F16 => 2 * head_dim,
+            KvDtype::Int8 => head_dim + size_of::<f32>(),
+        }
+    }
 }
 
 /// What a device is and how much it can hold.
@@ -218,7 +253,7 @@ pub trait Backend: Send + Sync + Sized + 'static {
         seqs: &[SeqRows],
     ) -> Result<(), BackendError>;
 
-    /// Paged causal attention with an online softmax over tiles of [`KV_TILE`] keys.
+    /// Paged causal attention with an online softmax over whole tiles of [`KV_TILE`] keys.
     fn attention(
         &self,
         q: &Self::Tensor,
@@ -296,8 +331,10 @@ pub trait Backend: Send + Sync + Sized + 'static {
         Err(cannot("weight_flip"))
     }
 
-    /// Flips bit `bit` of the entry (keys, then values, float32) of `slot` of `block` in `layer`
-    /// (local index); gives the word before and after, read back. `bit` is taken modulo the size.
+    /// Flips bit `bit` of the entry (keys, then values) of `slot` of `block` in `layer` (local
+    /// index); gives the element before and after, read back. There are 32 bits to an element:
+    /// narrower ones have the upper of them, and the lowest for what is below. `bit` is taken modulo
+    /// the size.
     fn kv_flip(
         &self,
         _kv: &mut Self::Kv,

@@ -1,15 +1,19 @@
 //! What the ops of one transformer cost on this machine, op by op, beside what memory can deliver.
 //!
-//! `cargo bench -p dunlin-cpu -- [threads] [fast|exact] [prefill]`: a random model in the shape of SmolLM2-135M (Q4_1, Q8_0
-//! head), decoded and prefilled with synthetic activations; figures are the best of several runs,
-//! since other work only ever adds time. On one thread the clock is that thread's own processor
-//! time, which a busy machine hardly disturbs. `DUNLIN_CPU` chooses the instruction path.
+//! `cargo bench -p dunlin-cpu --bench kernels -- [threads] [fast|exact] [prefill] [f32|f16|int8]`:
+//! a random model in the shape of SmolLM2-135M (Q4_1, Q8_0 head), decoded and prefilled with
+//! synthetic activations; figures are the best of several runs, since other work only ever adds
+//! time. On one thread the clock is that thread's own processor time, which a busy machine hardly
+//! disturbs. `DUNLIN_CPU` chooses the instruction path.
+//!
+//! Prefill is compared with the fastest integer product measured in the same run: weights of one
+//! kind that stay in the second-level cache, 64 rows, the same arithmetic and the same bits.
 
 use bytes::Bytes;
 use dunlin_backend::quant::dequantize_row;
 use dunlin_backend::{
-    Activation, AttentionParams, Backend, DType, HostTensor, KvSpec, LinearPart, Part, Rope,
-    RopeStyle, SeqRows,
+    Activation, AttentionParams, Backend, DType, HostTensor, KvDtype, KvSpec, LinearPart, Part,
+    Rope, RopeStyle, SeqRows,
 };
 use dunlin_cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor, CpuWeight, Precision};
 use std::collections::BTreeMap;
@@ -23,7 +27,8 @@ const HEADS: usize = 9;
 const KV_HEADS: usize = 3;
 const HEAD_DIM: usize = 64;
 const VOCAB: usize = 49_152;
-const CONTEXT: usize = 1024;
+/// Tokens in the KV store.
+const CONTEXT: usize = 32 * 288;
 
 /// Whether times are those of the processor.
 static ALONE: AtomicBool = AtomicBool::new(false);
@@ -53,16 +58,24 @@ fn main() {
         {
             continue;
         }
-        let b = CpuBackend::new(CpuOptions { threads, precision, path: None }).expect("backend");
-        println!("\n{} ({precision:?})", b.info().description);
+        let kv = KvDtype::ALL.into_iter().find(|kv| only(kv.name()));
+        let options = CpuOptions { threads, precision, kv, path: None };
+        let b = CpuBackend::new(options).expect("backend");
+        let kv = options.kv_dtype().name();
+        println!("\n{} ({precision:?}, {kv} KV)", b.info().description);
         naive_twin(&b);
+        let rate = product_rate(&b);
         let mut m = Model::new(&b);
         println!("weights: {:.1} MB", m.bytes as f64 / 1e6);
         let prefill = only("prefill");
-        for (rows, past) in [(1, 0), (1, 255), (4, 255), (1, 1000), (512, 0)] {
-            if !prefill || rows > 16 {
-                m.measure(rows, past, bandwidth);
+        let decode = [(1, 0), (1, 255), (1, 1000), (1, 4000), (4, 255), (16, 255), (32, 255)];
+        if !prefill {
+            for (sequences, past) in decode {
+                m.measure(Step { sequences, rows: 1, past }, bandwidth, rate);
             }
+        }
+        for past in [0, 3584] {
+            m.measure(Step { sequences: 1, rows: 512, past }, bandwidth, rate);
         }
     }
 }
@@ -114,6 +127,24 @@ fn naive_twin(b: &CpuBackend) {
     println!("Q4_1 [{INNER}, {HIDDEN}] in cache: {fast:.1?}, naive {naive:.1?}, {ratio:.0} times");
 }
 
+/// Multiply-adds a second, twice: the fastest product in cache.
+fn product_rate(b: &CpuBackend) -> f64 {
+    let (outs, cols, rows) = (1024, 576, 64);
+    let mut x = b.tensor(rows, cols).expect("tensor");
+    let data: Vec<f32> = (0..rows * cols).map(|i| (i % 29) as f32 - 14.0).collect();
+    b.upload(&data, &mut x).expect("upload");
+    let mut out = b.tensor(rows, outs).expect("tensor");
+    let mut rate = |dtype| {
+        let t = matrix(1, dtype, outs, cols);
+        let weight = b.weight(&t, &Part::all(&t)).expect("weight");
+        let time = best(50, || one_linear(b, &x, &weight, &mut out));
+        let rate = (2 * outs * cols * rows) as f64 / time.as_secs_f64();
+        println!("{dtype:?} [{outs}, {cols}] in cache, {rows} rows: {:.0} GOP/s", rate / 1e9);
+        rate
+    };
+    [DType::Q4_0, DType::Q4_1, DType::Q8_0].map(&mut rate).into_iter().fold(0.0, f64::max)
+}
+
 fn best(runs: usize, mut f: impl FnMut()) -> Duration {
     let once = |f: &mut dyn FnMut()| {
         let start = now();
@@ -138,6 +169,13 @@ fn matrix(seed: u64, dtype: DType, rows: usize, cols: usize) -> HostTensor {
         }
     }
     HostTensor::new("bench", dtype, rows, cols, Bytes::from(data)).expect("whole blocks")
+}
+
+/// Sequences of some rows each, on top of `past` tokens each.
+struct Step {
+    sequences: usize,
+    rows: usize,
+    past: usize,
 }
 
 struct Layer {
@@ -222,41 +260,72 @@ impl<'a> Model<'a> {
         Self { b, layers, head, norm, kv, bytes, params, rope }
     }
 
-    fn measure(&mut self, rows: usize, past: usize, bandwidth: f64) {
+    fn measure(&mut self, step: Step, bandwidth: f64, rate: f64) {
         let mut best = (Duration::MAX, BTreeMap::new());
-        let runs = if rows > 16 { 4 } else { 20 };
+        let runs = if step.rows > 16 { 4 } else { 20 };
         for _ in 0..runs {
             let mut times = BTreeMap::new();
             let start = now();
-            self.step(rows, past, &mut times);
+            self.step(&step, &mut times);
             best = best.min((now() - start, times));
         }
         let (total, times) = best;
         let seconds = total.as_secs_f64();
+        let rows = step.sequences * step.rows;
         println!(
-            "{rows} rows after {past}: {:.2} ms, {:.0} tokens/s, weights at {:.1} GB/s ({:.0} % of reading)",
+            "{} x {} rows after {}: {:.2} ms, {:.0} tokens/s",
+            step.sequences,
+            step.rows,
+            step.past,
             seconds * 1e3,
-            rows as f64 / seconds,
-            self.bytes as f64 / seconds / 1e9,
-            100.0 * self.bytes as f64 / seconds / bandwidth
+            rows as f64 / seconds
         );
         let list: Vec<String> =
             times.iter().map(|(k, t)| format!("{k} {:.2}", t.as_secs_f64() * 1e3)).collect();
         println!("    ms: {}", list.join(", "));
+        if step.rows == 1 {
+            let read = self.bytes as f64 / seconds;
+            let share = 100.0 * read / bandwidth;
+            println!("    weights at {:.1} GB/s, {share:.0} % of reading", read / 1e9);
+            return;
+        }
+        let layers = LAYERS * HIDDEN * (2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * INNER);
+        let keys: usize = (step.past + 1..=step.past + step.rows).sum();
+        let products = 2.0 * (rows * layers + VOCAB * HIDDEN) as f64;
+        let attention = 4.0 * (LAYERS * HEADS * HEAD_DIM * keys) as f64;
+        println!(
+            "    products {:.1} GOP, attention {:.1} GFLOP: {:.0} % of the best product's rate \
+             ({:.0} % with attention)",
+            products / 1e9,
+            attention / 1e9,
+            100.0 * products / seconds / rate,
+            100.0 * (products + attention) / seconds / rate
+        );
     }
 
     /// The ops of one forward pass.
-    fn step(&mut self, rows: usize, past: usize, t: &mut BTreeMap<&'static str, Duration>) {
+    fn step(&mut self, step: &Step, t: &mut BTreeMap<&'static str, Duration>) {
         let b = self.b;
+        let rows = step.sequences * step.rows;
         let tensor = |cols| b.tensor(rows, cols).expect("tensor");
         let (mut x, mut y, mut q) = (tensor(HIDDEN), tensor(HIDDEN), tensor(HEADS * HEAD_DIM));
         let (mut k, mut v) = (tensor(KV_HEADS * HEAD_DIM), tensor(KV_HEADS * HEAD_DIM));
         let (mut a, mut g, mut u) = (tensor(HEADS * HEAD_DIM), tensor(INNER), tensor(INNER));
-        let mut one = b.tensor(1, HIDDEN).expect("tensor");
-        let mut logits = b.tensor(1, VOCAB).expect("tensor");
+        let drawn = step.sequences;
+        let mut last = b.tensor(drawn, HIDDEN).expect("tensor");
+        let mut logits = b.tensor(drawn, VOCAB).expect("tensor");
         let ids: Vec<u32> = (0..rows as u32).collect();
-        let positions: Vec<u32> = ids.iter().map(|i| i + past as u32).collect();
-        let seqs = [SeqRows { rows: 0..rows, position: past, blocks: (0..64).collect() }];
+        let each = (step.past + step.rows).div_ceil(16) as u32;
+        let seqs: Vec<SeqRows> = (0..step.sequences)
+            .map(|i| SeqRows {
+                rows: i * step.rows..(i + 1) * step.rows,
+                position: step.past,
+                blocks: (i as u32 * each..(i as u32 + 1) * each).collect(),
+            })
+            .collect();
+        let lasts: Vec<u32> = seqs.iter().map(|s| s.rows.end as u32 - 1).collect();
+        let positions: Vec<u32> =
+            (0..rows).map(|row| (step.past + row % step.rows) as u32).collect();
         let params = &self.params;
         book(t, "embed", || b.embed(&self.head, &ids, 1.0, &mut x).expect("embed"));
         for (i, l) in self.layers.iter().enumerate() {
@@ -293,8 +362,8 @@ impl<'a> Model<'a> {
             book(t, "add", || b.add(&mut x, &y).expect("add"));
         }
         book(t, "norm", || b.rms_norm(&x, &self.norm, 1e-5, HIDDEN, &mut y).expect("norm"));
-        b.gather(&y, &[rows as u32 - 1], &mut one).expect("gather");
-        book(t, "head", || one_linear(b, &one, &self.head, &mut logits));
+        b.gather(&y, &lasts, &mut last).expect("gather");
+        book(t, "head", || one_linear(b, &last, &self.head, &mut logits));
     }
 }
 

@@ -28,6 +28,20 @@ pub(crate) struct ActBlock {
     pub unused: i32,
 }
 
+impl ActBlock {
+    /// A block of zeros.
+    pub const ZERO: Self = Self {
+        q: [0; 32],
+        d: 0.0,
+        sum: 0.0,
+        minus8: 0,
+        minus16: 0,
+        minus128: 0,
+        minus32: [0; 2],
+        unused: 0,
+    };
+}
+
 // SAFETY: integers and floats only, no padding, alignment 64.
 unsafe impl Plain for ActBlock {}
 

@@ -1,27 +1,37 @@
-//! Paged causal attention with an online softmax over tiles of 16 keys.
+//! Paged causal attention with an online softmax over spans of four tiles, 64 keys.
 //!
-//! Per query row and head, tile by tile in position order: scores `s = fma(k[d], q[d], s)` over `d`
-//! ascending, times the scale, soft-capped; `m' = max(m, max s)`; `p = exp(s - m')`;
-//! `l = l * exp(m - m') + p` per lane; `o = o * exp(m - m')`, then `o = fma(p[j], v[j], o)` for the
-//! visible keys `j` in order. At the end `o / sum(l)`. Tiles are cut at multiples of 16 of the
-//! absolute position and those without a visible key are skipped, so neither block size nor chunk
-//! boundaries matter. Keys that are not visible are never read into a result, whatever they hold.
+//! Per query row and head, span by span in position order: scores `s = fma(k[d], q[d], s)` over `d`
+//! ascending, times the scale of an int8 key, times the scale, soft-capped; `m' = max(m, max s)`;
+//! `p = exp(s - m')`; `l = l * exp(m - m') + p` per lane; `o = o * exp(m - m')`, then
+//! `o = fma(p[j], v[j], o)` for the visible keys `j` in order, `p[j]` times the scale of an int8
+//! value. At the end `o / sum(l)`. Spans are cut at multiples of 64 of the absolute position and
+//! those without a visible key are skipped, so neither block size nor chunk boundaries matter. Keys
+//! that are not visible are never read into a result, whatever they hold.
+//!
+//! Queries that share keys are taken six at a time: each key and value is loaded (and widened) once
+//! for all of them, and sums stay in registers. How many share a load changes no bit.
 
 // Indices run over several register arrays at once, whose loops the compiler unrolls.
 #![allow(clippy::needless_range_loop)]
 
+use crate::element::KvElement;
 use crate::kv::{CpuKv, KvLayout};
 use crate::lanes::{Kernel, LANES, Lanes, load_part, store_part};
 use crate::math::{exp, tanh};
 use crate::tensor::{CpuTensor, same, shape};
 use dunlin_backend::{AttentionParams, BackendError, KV_TILE, SeqRows};
+use std::marker::PhantomData;
 use std::ops::Range;
 
 /// Query rows in one task: they share the tiles that the cache holds.
 pub(crate) const ROWS_PER_TASK: usize = 16;
 
-/// Queries that a kernel takes at once.
-const MOST_QUERIES: usize = 4;
+/// Queries that walk the keys together.
+const MOST_QUERIES: usize = 48;
+
+/// Tiles of one step of the softmax.
+const SPAN_TILES: usize = 4;
+const SPAN: usize = SPAN_TILES * KV_TILE;
 
 /// Query rows of one sequence, over the query heads of one KV head (or over one of them).
 #[derive(Debug, Clone)]
@@ -54,16 +64,19 @@ pub(crate) fn check(
     Ok(())
 }
 
-/// Lists the tasks of one call, at least a few per thread where there is enough to do.
+/// Lists the tasks of one call: one per KV head and some rows, or per query head where that has the
+/// threads done sooner.
 pub(crate) fn plan(tasks: &mut Vec<Task>, threads: usize, seqs: &[SeqRows], p: &AttentionParams) {
     tasks.clear();
     let chunks: usize = seqs.iter().map(|s| s.rows.len().div_ceil(ROWS_PER_TASK)).sum();
-    let by_head = chunks * p.kv_heads < 4 * threads;
+    // Loading a key costs about what one query's product with it does.
+    let together = (chunks * p.kv_heads).div_ceil(threads) * (1 + p.heads.div_ceil(p.kv_heads));
+    let apart = (chunks * p.heads).div_ceil(threads) * 2;
     for (seq, s) in seqs.iter().enumerate() {
         // Last rows first: they see most keys, and the pool ends with the small tasks.
         for start in s.rows.clone().step_by(ROWS_PER_TASK).rev() {
             let rows = start..s.rows.end.min(start + ROWS_PER_TASK);
-            if by_head {
+            if apart < together {
                 for (head, &kv_head) in p.kv_head_of.iter().enumerate() {
                     tasks.push(Task { seq, rows: rows.clone(), kv_head, heads: head..head + 1 });
                 }
@@ -80,8 +93,8 @@ pub(crate) fn plan(tasks: &mut Vec<Task>, threads: usize, seqs: &[SeqRows], p: &
 #[derive(Clone, Copy)]
 pub(crate) struct Attend<'a> {
     pub q: &'a CpuTensor,
-    /// The layer's first float.
-    pub layer: *const f32,
+    /// The layer's first byte.
+    pub layer: *const u8,
     pub layout: KvLayout,
     pub seqs: &'a [SeqRows],
     pub params: &'a AttentionParams,
@@ -92,18 +105,25 @@ pub(crate) struct Attend<'a> {
 // SAFETY: tasks read queries and keys, and write disjoint pieces of the output.
 unsafe impl Sync for Attend<'_> {}
 
-/// One task.
-pub(crate) struct Run<'a>(pub Attend<'a>, pub &'a Task);
+/// One task, over a store of elements `E`.
+pub(crate) struct Run<'a, E>(pub Attend<'a>, pub &'a Task, pub PhantomData<E>);
 
-impl Kernel for Run<'_> {
+impl<E: KvElement> Kernel for Run<'_, E> {
     /// # Safety
     /// Shapes and sequences were checked; tasks of one call do not overlap.
     #[inline(always)]
     unsafe fn run<L: Lanes>(self) {
-        let Run(a, task) = self;
+        let Run(a, task, _) = self;
         let seq = &a.seqs[task.seq];
         let d = a.layout.head_dim;
-        let none = Query { q: std::ptr::null(), out: std::ptr::null_mut(), first: 0, position: 0 };
+        let none = Query {
+            q: std::ptr::null(),
+            out: std::ptr::null_mut(),
+            first: 0,
+            position: 0,
+            largest: f32::NEG_INFINITY,
+            sums: L::splat(0.0),
+        };
         let mut queries = [none; MOST_QUERIES];
         let mut count = 0;
         for row in task.rows.clone() {
@@ -118,246 +138,358 @@ impl Kernel for Run<'_> {
                     out: unsafe { a.out.add(row * a.out_stride + head * d) },
                     first: a.params.window.map_or(0, |w| (position + 1).saturating_sub(w)),
                     position,
+                    ..none
                 };
                 count += 1;
                 if count == MOST_QUERIES {
                     // SAFETY: as this function.
-                    unsafe { attend::<L, 4, 2>(&a, &seq.blocks, task.kv_head, &queries) };
+                    unsafe { attend::<L, E>(&a, &seq.blocks, task.kv_head, &mut queries) };
                     count = 0;
                 }
             }
         }
-        // Few queries have few chains to interleave, so they look at several tiles at once.
-        // SAFETY: as this function.
-        unsafe {
-            let [q0, q1, q2, _] = queries;
-            match count {
-                1 => attend::<L, 1, 4>(&a, &seq.blocks, task.kv_head, &[q0]),
-                2 => attend::<L, 2, 2>(&a, &seq.blocks, task.kv_head, &[q0, q1]),
-                3 => attend::<L, 3, 2>(&a, &seq.blocks, task.kv_head, &[q0, q1, q2]),
-                _ => {}
-            }
+        if count > 0 {
+            // SAFETY: as this function.
+            unsafe { attend::<L, E>(&a, &seq.blocks, task.kv_head, &mut queries[..count]) };
         }
     }
 }
 
-/// One head of one row.
+/// One head of one row, and how far its softmax has come.
 #[derive(Clone, Copy)]
-struct Query {
+struct Query<L> {
     q: *const f32,
     /// Where the result goes; holds the running sum until then.
     out: *mut f32,
     /// Visible keys are `first..=position`.
     first: usize,
     position: usize,
-}
-
-/// Attends `N` queries to the keys of one KV head, `M` tiles' scores at a time.
-///
-/// # Safety
-/// As [`Run::run`].
-#[inline(always)]
-unsafe fn attend<L: Lanes, const N: usize, const M: usize>(
-    a: &Attend<'_>,
-    blocks: &[u32],
-    kv_head: usize,
-    queries: &[Query; N],
-) {
-    let d = a.layout.head_dim;
-    let mut tile = queries[0].first / KV_TILE;
-    let mut last = 0;
-    for q in queries {
-        tile = tile.min(q.first / KV_TILE);
-        last = last.max(q.position / KV_TILE);
-        // SAFETY: the head's output.
-        unsafe { std::slice::from_raw_parts_mut(q.out, d).fill(0.0) };
-    }
-    let mut state = [State { largest: f32::NEG_INFINITY, sums: L::splat(0.0) }; N];
-    // SAFETY: tiles up to `last` are in the table; each has 16 tokens of `d` elements.
-    unsafe {
-        while tile <= last {
-            let mut keys = [a.layer; M];
-            for (m, keys) in keys.iter_mut().enumerate() {
-                let tile = last.min(tile + m);
-                *keys = a.layer.add(a.layout.key_tile(blocks, tile, kv_head));
-            }
-            let mut scores = [[L::splat(0.0); N]; M];
-            for e in 0..d {
-                for m in 0..M {
-                    let k = L::load(keys[m].add(e * LANES));
-                    for n in 0..N {
-                        let q = L::splat(*queries[n].q.add(e));
-                        scores[m][n] = k.fma(q, scores[m][n]);
-                    }
-                }
-            }
-            for m in 0..M {
-                let tile = tile + m;
-                if tile > last {
-                    break;
-                }
-                let values = a.layer.add(a.layout.value_tile(blocks, tile, kv_head));
-                // All weights first: their long chains of operations overlap.
-                let none = Weights { of: [0.0; LANES], shrink: L::splat(1.0), visible: 0..0 };
-                let mut parts: [Weights<L>; N] = std::array::from_fn(|_| none.clone());
-                let mut whole = true;
-                for n in 0..N {
-                    let start = tile * KV_TILE;
-                    let visible = queries[n].first.saturating_sub(start)
-                        ..(queries[n].position + 1).saturating_sub(start).min(KV_TILE);
-                    whole &= visible == (0..KV_TILE);
-                    parts[n].visible = visible;
-                    if !parts[n].visible.is_empty() {
-                        state[n].weigh(a.params, scores[m][n], &mut parts[n]);
-                    }
-                }
-                let done = if whole && N > 1 {
-                    accumulate_all(&a.layout, &parts, values, queries)
-                } else {
-                    0
-                };
-                for n in 0..N {
-                    if !parts[n].visible.is_empty() {
-                        accumulate(&a.layout, &parts[n], values, queries[n].out, done);
-                    }
-                }
-            }
-            tile += M;
-        }
-        for n in 0..N {
-            let total = L::splat(state[n].sums.sum());
-            divide(queries[n].out, d, total);
-        }
-    }
-}
-
-/// Running state of one query's softmax.
-#[derive(Clone, Copy)]
-struct State<L> {
     largest: f32,
     /// Sum of weights, per lane.
     sums: L,
 }
 
-/// What one tile adds to one query.
-#[derive(Clone)]
-struct Weights<L> {
-    of: [f32; LANES],
-    /// What the sum so far is multiplied with.
-    shrink: L,
-    visible: Range<usize>,
+/// Where the keys of one span lie. Tiles behind the last visible one repeat it.
+struct Span {
+    start: usize,
+    keys: [*const u8; SPAN_TILES],
+    values: [*const u8; SPAN_TILES],
+    key_scales: [*const f32; SPAN_TILES],
+    value_scales: [*const f32; SPAN_TILES],
 }
 
-impl<L: Lanes> State<L> {
-    /// Takes a tile's scores into the softmax and gives the weights of its values.
-    #[inline(always)]
-    fn weigh(&mut self, params: &AttentionParams, scores: L, weights: &mut Weights<L>) {
-        let mut s = scores.mul(L::splat(params.scale));
-        if let Some(cap) = params.softcap {
-            s = tanh(s.div(L::splat(cap))).mul(L::splat(cap));
-        }
-        let Range { start, end } = weights.visible;
-        let s = s.keep(start, end, L::splat(f32::NEG_INFINITY));
-        let here = s.largest();
-        let largest = if self.largest > here { self.largest } else { here };
-        let p = exp(s.sub(L::splat(largest)));
-        // SAFETY: the array has 16 floats.
-        unsafe { p.store(weights.of.as_mut_ptr()) };
-        // `exp(0)` is 1, and multiplying by 1 changes no bit, so an unchanged maximum costs nothing.
-        weights.shrink = if largest == self.largest {
-            L::splat(1.0)
-        } else {
-            exp(L::splat(self.largest - largest))
-        };
-        self.sums = self.sums.fma(weights.shrink, p);
-        self.largest = largest;
-    }
-}
-
-/// [`accumulate`] for queries that all see the whole tile, loading each value once. Returns how
-/// many elements are done: whole pairs of vectors.
+/// Attends all queries to the keys of one KV head.
 ///
 /// # Safety
-/// As [`attend`]; `values` points to the tile's values.
+/// As [`Run::run`].
 #[inline(always)]
-unsafe fn accumulate_all<L: Lanes, const N: usize>(
-    layout: &KvLayout,
-    weights: &[Weights<L>; N],
-    values: *const f32,
-    queries: &[Query; N],
-) -> usize {
-    let mut e = 0;
-    // SAFETY: elements below `head_dim` of outputs and values.
-    unsafe {
-        while e + 2 * LANES <= layout.head_dim {
-            let mut acc = [[L::splat(0.0); 2]; N];
-            for n in 0..N {
-                let out = queries[n].out.add(e);
-                acc[n] = [L::load(out), L::load(out.add(LANES))];
-                acc[n] = [acc[n][0].mul(weights[n].shrink), acc[n][1].mul(weights[n].shrink)];
-            }
-            for j in 0..KV_TILE {
-                let v = values.add(j * layout.value_stride + e);
-                let (v0, v1) = (L::load(v), L::load(v.add(LANES)));
-                for n in 0..N {
-                    let w = L::splat(weights[n].of[j]);
-                    acc[n] = [w.fma(v0, acc[n][0]), w.fma(v1, acc[n][1])];
-                }
-            }
-            for n in 0..N {
-                let out = queries[n].out.add(e);
-                acc[n][0].store(out);
-                acc[n][1].store(out.add(LANES));
-            }
-            e += 2 * LANES;
-        }
-    }
-    e
-}
-
-/// `out = out * shrink + sum over j of weights[j] * values[j]`, `j` ascending, for the elements
-/// from `e` on.
-///
-/// # Safety
-/// `values` points to the tile's values, `out` to the head's output.
-#[inline(always)]
-unsafe fn accumulate<L: Lanes>(
-    layout: &KvLayout,
-    weights: &Weights<L>,
-    values: *const f32,
-    out: *mut f32,
-    mut e: usize,
+unsafe fn attend<L: Lanes, E: KvElement>(
+    a: &Attend<'_>,
+    blocks: &[u32],
+    kv_head: usize,
+    queries: &mut [Query<L>],
 ) {
-    let Weights { of, shrink, visible } = weights;
-    let d = layout.head_dim;
-    // SAFETY: elements below `d` of the output; values are padded to whole vectors.
+    let d = a.layout.head_dim;
+    let (mut first, mut last) = (usize::MAX, 0);
+    for q in &*queries {
+        first = first.min(q.first);
+        last = last.max(q.position);
+        // SAFETY: the head's output.
+        unsafe { std::slice::from_raw_parts_mut(q.out, d).fill(0.0) };
+    }
+    // SAFETY: tiles up to that of `last` are in the table.
     unsafe {
-        while e + 4 * LANES <= d {
-            let mut acc = [*shrink; 4];
-            for (i, acc) in acc.iter_mut().enumerate() {
-                *acc = L::load(out.add(e + i * LANES)).mul(*shrink);
+        for start in (first / SPAN * SPAN..=last).step_by(SPAN) {
+            let tile = |m: usize| (start / KV_TILE + m).min(last / KV_TILE);
+            let at = |offset: usize| a.layer.add(offset);
+            let scales: [(usize, usize); SPAN_TILES] = match E::SCALED {
+                true => std::array::from_fn(|m| a.layout.scale_tiles(blocks, tile(m), kv_head)),
+                false => [(0, 0); SPAN_TILES],
+            };
+            let span = Span {
+                start,
+                keys: std::array::from_fn(|m| at(a.layout.key_tile(blocks, tile(m), kv_head))),
+                values: std::array::from_fn(|m| at(a.layout.value_tile(blocks, tile(m), kv_head))),
+                key_scales: scales.map(|(keys, _)| at(keys).cast()),
+                value_scales: scales.map(|(_, values)| at(values).cast()),
+            };
+            let mut done = 0;
+            while let Some(some) = queries[done..].first_chunk_mut::<6>() {
+                step::<L, E, 6>(a, &span, some);
+                done += 6;
             }
-            for j in visible.clone() {
-                let w = L::splat(of[j]);
-                let v = values.add(j * layout.value_stride + e);
-                for (i, acc) in acc.iter_mut().enumerate() {
-                    *acc = w.fma(L::load(v.add(i * LANES)), *acc);
+            while let Some(some) = queries[done..].first_chunk_mut::<3>() {
+                step::<L, E, 3>(a, &span, some);
+                done += 3;
+            }
+            for one in &mut queries[done..] {
+                step::<L, E, 1>(a, &span, std::array::from_mut(one));
+            }
+        }
+        for q in queries {
+            divide(q.out, d, L::splat(q.sums.sum()));
+        }
+    }
+}
+
+/// Weights of the 64 values of a span, for one query.
+type Weights = [f32; SPAN];
+
+/// Takes one span into the softmaxes of `N` queries.
+///
+/// # Safety
+/// As [`Run::run`].
+#[inline(always)]
+unsafe fn step<L: Lanes, E: KvElement, const N: usize>(
+    a: &Attend<'_>,
+    span: &Span,
+    queries: &mut [Query<L>; N],
+) {
+    let mut seen: [Range<usize>; N] = std::array::from_fn(|_| 0..0);
+    let (mut from, mut to, mut low, mut high) = (0, SPAN, SPAN, 0);
+    for n in 0..N {
+        let start = queries[n].first.saturating_sub(span.start);
+        let end = (queries[n].position + 1).saturating_sub(span.start).min(SPAN);
+        seen[n] = start..end.max(start);
+        // What all see, and what any sees.
+        (from, to) = (from.max(start), to.min(end));
+        if start < end {
+            (low, high) = (low.min(start), high.max(end));
+        }
+    }
+    if low >= high {
+        return;
+    }
+    let mut weights = [[0.0f32; SPAN]; N];
+    // SAFETY: the span's tiles have 16 tokens of `head_dim` elements each.
+    unsafe {
+        let mut scores = [[L::splat(0.0); SPAN_TILES]; N];
+        let tiles = high.div_ceil(KV_TILE);
+        match (L::WIDE, N) {
+            (true, _) if tiles <= 2 => dots::<L, E, N, 2>(a, span, 0, queries, &mut scores),
+            (true, _) | (_, 1) => dots::<L, E, N, 4>(a, span, 0, queries, &mut scores),
+            (_, 3) => (0..tiles).step_by(2).for_each(|m| {
+                dots::<L, E, N, 2>(a, span, m, queries, &mut scores);
+            }),
+            _ => (0..tiles).for_each(|m| dots::<L, E, N, 1>(a, span, m, queries, &mut scores)),
+        }
+        for n in 0..N {
+            if !seen[n].is_empty() {
+                let shrink =
+                    weigh::<L, E>(a, span, &mut queries[n], &seen[n], scores[n], &mut weights[n]);
+                if shrink != 1.0 {
+                    multiply(queries[n].out, a.layout.head_dim, L::splat(shrink));
                 }
             }
-            for (i, acc) in acc.iter().enumerate() {
-                acc.store(out.add(e + i * LANES));
+        }
+        // In the order of the keys: what only some see lies before and behind what all see.
+        if N == 1 || from >= to {
+            for n in 0..N {
+                add_values::<L, E, 1>(a, span, seen[n].clone(), &[&weights[n]], [queries[n].out]);
             }
-            e += 4 * LANES;
+            return;
+        }
+        for n in 0..N {
+            let before = seen[n].start..from;
+            add_values::<L, E, 1>(a, span, before, &[&weights[n]], [queries[n].out]);
+        }
+        let outs = std::array::from_fn(|n| queries[n].out);
+        add_values::<L, E, N>(a, span, from..to, &std::array::from_fn(|n| &weights[n]), outs);
+        for n in 0..N {
+            let behind = to..seen[n].end;
+            add_values::<L, E, 1>(a, span, behind, &[&weights[n]], [queries[n].out]);
+        }
+    }
+}
+
+/// Products of `N` queries with the keys of tiles `first..first + M` of the span.
+///
+/// # Safety
+/// As [`step`].
+#[inline(always)]
+unsafe fn dots<L: Lanes, E: KvElement, const N: usize, const M: usize>(
+    a: &Attend<'_>,
+    span: &Span,
+    first: usize,
+    queries: &[Query<L>; N],
+    scores: &mut [[L; SPAN_TILES]; N],
+) {
+    let mut acc = [[L::splat(0.0); N]; M];
+    let keys: [*const u8; M] = std::array::from_fn(|m| span.keys[first + m]);
+    let q: [*const f32; N] = std::array::from_fn(|n| queries[n].q);
+    for e in 0..a.layout.head_dim {
+        // SAFETY: element `e` of the tiles' keys and of the queries.
+        unsafe {
+            let mut k = [L::splat(0.0); M];
+            for m in 0..M {
+                k[m] = E::load::<L>(keys[m].add(e * LANES * E::BYTES));
+            }
+            for n in 0..N {
+                let q = L::splat(*q[n].add(e));
+                for m in 0..M {
+                    acc[m][n] = k[m].fma(q, acc[m][n]);
+                }
+            }
+        }
+    }
+    for n in 0..N {
+        for m in 0..M {
+            scores[n][first + m] = acc[m][n];
+        }
+    }
+}
+
+/// Takes a span's scores into the softmax, gives the weights of its values, and what the sum so far
+/// is multiplied with.
+///
+/// # Safety
+/// As [`step`].
+#[inline(always)]
+unsafe fn weigh<L: Lanes, E: KvElement>(
+    a: &Attend<'_>,
+    span: &Span,
+    query: &mut Query<L>,
+    seen: &Range<usize>,
+    mut s: [L; SPAN_TILES],
+    weights: &mut Weights,
+) -> f32 {
+    let scale = L::splat(a.params.scale);
+    for m in 0..SPAN_TILES {
+        if E::SCALED {
+            // SAFETY: the tile has 16 scales.
+            s[m] = s[m].mul(unsafe { L::load(span.key_scales[m]) });
+        }
+        s[m] = s[m].mul(scale);
+        if let Some(cap) = a.params.softcap {
+            s[m] = tanh(s[m].div(L::splat(cap))).mul(L::splat(cap));
+        }
+        let start = m * KV_TILE;
+        let (lo, hi) = (seen.start.saturating_sub(start), seen.end.saturating_sub(start));
+        s[m] = s[m].keep(lo.min(KV_TILE), hi.min(KV_TILE), L::splat(f32::NEG_INFINITY));
+    }
+    let here = s[0].max(s[1]).max(s[2].max(s[3])).largest();
+    let largest = if query.largest > here { query.largest } else { here };
+    let mut p = s;
+    for m in 0..SPAN_TILES {
+        p[m] = exp(s[m].sub(L::splat(largest)));
+    }
+    // `exp(0)` is 1, and multiplying by 1 changes no bit, so an unchanged maximum costs nothing.
+    let shrink = match largest == query.largest {
+        true => 1.0,
+        false => exp(L::splat(query.largest - largest)).largest(),
+    };
+    query.sums = query.sums.fma(L::splat(shrink), p[0].add(p[1]).add(p[2].add(p[3])));
+    query.largest = largest;
+    for m in 0..SPAN_TILES {
+        // SAFETY: the tile has 16 scales, the array 16 floats for it.
+        unsafe {
+            if E::SCALED {
+                p[m] = p[m].mul(L::load(span.value_scales[m]));
+            }
+            p[m].store(weights.as_mut_ptr().add(m * KV_TILE));
+        }
+    }
+    shrink
+}
+
+/// `out += sum over j in seen of weights[j] * values[j]`, `j` ascending, for `N` queries.
+///
+/// # Safety
+/// As [`step`]; the outputs have `head_dim` floats.
+#[inline(always)]
+unsafe fn add_values<L: Lanes, E: KvElement, const N: usize>(
+    a: &Attend<'_>,
+    span: &Span,
+    seen: Range<usize>,
+    weights: &[&Weights; N],
+    outs: [*mut f32; N],
+) {
+    if seen.is_empty() {
+        return;
+    }
+    let d = a.layout.head_dim;
+    let mut e = 0;
+    // SAFETY: elements below `d` of the outputs; values are padded to whole vectors.
+    unsafe {
+        if L::WIDE || N == 1 {
+            while e + 4 * LANES <= d {
+                add_part::<L, E, N, 4>(a, span, &seen, weights, outs, e, 4 * LANES);
+                e += 4 * LANES;
+            }
+        }
+        if L::WIDE || N <= 3 {
+            while e + 2 * LANES <= d {
+                add_part::<L, E, N, 2>(a, span, &seen, weights, outs, e, 2 * LANES);
+                e += 2 * LANES;
+            }
         }
         while e < d {
             let n = LANES.min(d - e);
-            let mut acc = load_part::<L>(out.add(e), n).mul(*shrink);
-            for j in visible.clone() {
-                let v = L::load(values.add(j * layout.value_stride + e));
-                acc = L::splat(of[j]).fma(v, acc);
-            }
-            store_part(acc, out.add(e), n);
+            add_part::<L, E, N, 1>(a, span, &seen, weights, outs, e, n);
             e += n;
+        }
+    }
+}
+
+/// [`add_values`] for the `width` elements from `e` on, which fill `V` vectors.
+///
+/// # Safety
+/// As [`add_values`].
+#[inline(always)]
+unsafe fn add_part<L: Lanes, E: KvElement, const N: usize, const V: usize>(
+    a: &Attend<'_>,
+    span: &Span,
+    seen: &Range<usize>,
+    weights: &[&Weights; N],
+    outs: [*mut f32; N],
+    e: usize,
+    width: usize,
+) {
+    let part = |v: usize| LANES.min(width - v * LANES);
+    let mut acc = [[L::splat(0.0); V]; N];
+    // SAFETY: the caller's promise.
+    unsafe {
+        for n in 0..N {
+            for v in 0..V {
+                acc[n][v] = load_part::<L>(outs[n].add(e + v * LANES), part(v));
+            }
+        }
+        for m in seen.start / KV_TILE..seen.end.div_ceil(KV_TILE) {
+            let start = m * KV_TILE;
+            let tile = span.values[m].add(e * E::BYTES);
+            for j in seen.start.max(start)..seen.end.min(start + KV_TILE) {
+                let row = tile.add((j - start) * a.layout.value_stride);
+                let mut x = [L::splat(0.0); V];
+                for v in 0..V {
+                    x[v] = E::load::<L>(row.add(v * LANES * E::BYTES));
+                }
+                for n in 0..N {
+                    let w = L::splat(weights[n][j]);
+                    for v in 0..V {
+                        acc[n][v] = w.fma(x[v], acc[n][v]);
+                    }
+                }
+            }
+        }
+        for n in 0..N {
+            for v in 0..V {
+                store_part(acc[n][v], outs[n].add(e + v * LANES), part(v));
+            }
+        }
+    }
+}
+
+/// `p[i] *= by` over `n` floats.
+///
+/// # Safety
+/// `p` points to `n` floats.
+#[inline(always)]
+unsafe fn multiply<L: Lanes>(p: *mut f32, n: usize, by: L) {
+    for e in (0..n).step_by(LANES) {
+        let part = LANES.min(n - e);
+        // SAFETY: `part` floats from `e` on are within `n`.
+        unsafe {
+            store_part(load_part::<L>(p.add(e), part).mul(by), p.add(e), part);
         }
     }
 }

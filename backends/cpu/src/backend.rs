@@ -2,8 +2,9 @@
 
 use crate::activations::ActBlock;
 use crate::attention::{Attend, Run, Task};
+use crate::element::with_kv_element;
 use crate::experts;
-use crate::kv::{CpuKv, Write};
+use crate::kv::{CpuKv, Write, WriteHead};
 use crate::lanes::{Kernel, LANES, dispatch};
 use crate::linear::{Context, Product, linear};
 use crate::memory::{Arena, Buf, free_bytes, total_bytes};
@@ -11,12 +12,14 @@ use crate::pool::Pool;
 use crate::rope::{Rotate, Tables};
 use crate::rowops::{Add, Gated, RmsNorm};
 use crate::tensor::{CpuTensor, same, shape};
+use crate::tiles::Unit;
 use crate::weight::CpuWeight;
 use crate::{CpuError, Path, attention, rope};
 use dunlin_backend::{
-    Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvSpec,
-    LinearPart, Part, Precision, Rope, SeqRows, checksum,
+    Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvDtype,
+    KvSpec, LinearPart, Part, Precision, Rope, SeqRows, checksum,
 };
+use std::marker::PhantomData;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// How to make a [`CpuBackend`].
@@ -25,6 +28,8 @@ pub struct CpuOptions {
     /// Threads that compute, the calling one included; at least 1.
     pub threads: usize,
     pub precision: Precision,
+    /// What KV stores hold; `None`: float16 in fast mode, float32 in exact mode.
+    pub kv: Option<KvDtype>,
     /// `None`: what the environment variable `DUNLIN_CPU` says, else the fastest there is.
     pub path: Option<Path>,
 }
@@ -35,8 +40,19 @@ impl Default for CpuOptions {
         Self {
             threads: std::thread::available_parallelism().map_or(1, |n| n.get()),
             precision: Precision::Fast,
+            kv: None,
             path: None,
         }
+    }
+}
+
+impl CpuOptions {
+    /// The type of KV stores that these options ask for.
+    pub fn kv_dtype(&self) -> KvDtype {
+        self.kv.unwrap_or(match self.precision {
+            Precision::Fast => KvDtype::F16,
+            Precision::Exact => KvDtype::F32,
+        })
     }
 }
 
@@ -45,6 +61,8 @@ impl Default for CpuOptions {
 pub struct CpuBackend {
     path: Path,
     precision: Precision,
+    kv: KvDtype,
+    tiles: Option<Unit>,
     threads: usize,
     inner: Mutex<Inner>,
 }
@@ -60,7 +78,7 @@ struct Inner {
 }
 
 /// Elements below which a row op stays on the calling thread.
-const INLINE_ELEMENTS: usize = 32_768;
+const INLINE_ELEMENTS: usize = 8_192;
 
 impl CpuBackend {
     /// Starts the worker threads.
@@ -70,6 +88,8 @@ impl CpuBackend {
         Ok(Self {
             path,
             precision: options.precision,
+            kv: options.kv_dtype(),
+            tiles: (path == Path::Amx).then_some(Unit::Amx),
             threads: options.threads,
             inner: Mutex::new(Inner {
                 pool,
@@ -80,6 +100,11 @@ impl CpuBackend {
                 experts: experts::Scratch::default(),
             }),
         })
+    }
+
+    #[cfg(test)]
+    pub(crate) fn with_tiles(self, tiles: Option<Unit>) -> Self {
+        Self { tiles, ..self }
     }
 
     /// The instruction path in use.
@@ -207,7 +232,7 @@ impl Backend for CpuBackend {
     }
 
     fn kv(&self, spec: &KvSpec) -> Result<CpuKv, BackendError> {
-        CpuKv::new(spec)
+        CpuKv::new(spec, self.kv)
     }
 
     fn upload(&self, src: &[f32], dst: &mut CpuTensor) -> Result<(), BackendError> {
@@ -313,13 +338,27 @@ impl Backend for CpuBackend {
 
     fn rope(&self, x: &mut CpuTensor, positions: &[u32], rope: &Rope) -> Result<(), BackendError> {
         rope::check(x, positions, rope)?;
-        let mut inner = self.inner();
-        let table = inner.ropes.get(rope, positions);
-        for (i, position) in positions.iter().enumerate() {
-            let kernel =
-                Rotate { row: x.row_mut(i), factors: table.row(*position), style: rope.style };
+        let Inner { ropes, pool, .. } = &mut *self.inner();
+        let table = ropes.get(rope, positions);
+        let (cols, style, data) = (x.cols, rope.style, RowsMut::of(x));
+        let rotate = |row: usize, factors: &[f32]| {
+            // SAFETY: row `row` of the tensor, which nobody else touches meanwhile.
+            let row = unsafe { std::slice::from_raw_parts_mut(data.at(row), cols) };
             // SAFETY: the path was checked; `rope::check` found whole heads.
-            unsafe { dispatch(self.path, kernel) };
+            unsafe { dispatch(self.path, Rotate { row, factors, style }) };
+        };
+        if let Some(kept) = table.kept(positions)
+            && positions.len() * cols >= INLINE_ELEMENTS
+        {
+            let group = positions.len().div_ceil(4 * pool.threads());
+            pool.run(positions.len().div_ceil(group), &|task| {
+                let rows = task * group..positions.len().min((task + 1) * group);
+                rows.for_each(|row| rotate(row, kept(positions[row])));
+            });
+            return Ok(());
+        }
+        for (row, position) in positions.iter().enumerate() {
+            rotate(row, table.row(*position));
         }
         Ok(())
     }
@@ -340,9 +379,15 @@ impl Backend for CpuBackend {
         let layout = kv.layout;
         let layer = kv.data[layer * layout.layer..].as_mut_ptr();
         let write = Write { k, v, seqs, layout, layer };
-        // SAFETY: the sequences were checked; each head is written by one task.
-        let head = |head: usize| unsafe { write.head(head) };
-        if k.rows * k.cols < INLINE_ELEMENTS {
+        let head = |head: usize| {
+            with_kv_element!(layout.dtype, E => {
+                let kernel = WriteHead::<E>(write, head, PhantomData);
+                // SAFETY: path and sequences were checked; each head is written by one task.
+                unsafe { dispatch(self.path, kernel) }
+            });
+        };
+        // Writes of keys miss the caches: few are worth another thread.
+        if k.rows * k.cols < INLINE_ELEMENTS / 8 {
             (0..heads).for_each(head);
         } else {
             self.inner().pool.run(heads, &head);
@@ -373,8 +418,13 @@ impl Backend for CpuBackend {
         };
         let Inner { pool, tasks, .. } = &mut *self.inner();
         attention::plan(tasks, pool.threads(), seqs, params);
-        // SAFETY: path, shapes and sequences were checked; tasks are disjoint.
-        pool.run(tasks.len(), &|i| unsafe { dispatch(self.path, Run(attend, &tasks[i])) });
+        pool.run(tasks.len(), &|i| {
+            with_kv_element!(kv.layout.dtype, E => {
+                let kernel = Run::<E>(attend, &tasks[i], PhantomData);
+                // SAFETY: path, shapes and sequences were checked; tasks are disjoint.
+                unsafe { dispatch(self.path, kernel) }
+            });
+        });
         Ok(())
     }
 
@@ -460,7 +510,7 @@ impl Backend for CpuBackend {
 
 impl CpuBackend {
     fn context<'a>(&self, pool: &'a mut Pool, acts: &'a mut Buf<ActBlock>) -> Context<'a> {
-        Context { path: self.path, precision: self.precision, pool, acts }
+        Context { path: self.path, precision: self.precision, tiles: self.tiles, pool, acts }
     }
 }
 

@@ -2,39 +2,46 @@
 //!
 //! A block of a layer holds, for each KV head, its keys as tiles `[head_dim][16 tokens]` (a lane is
 //! a token of `q . k`) and then, for each KV head, its values as `[token][head_dim]` (a lane is an
-//! element), rows padded to whole vectors. What a block holds beyond the tokens written to it is
-//! never used, whatever it is.
+//! element), rows padded to whole vectors. Int8 elements have a float32 scale per token and head:
+//! those of the keys lie behind all values, those of the values behind them. What a block holds
+//! beyond the tokens written to it is never used, whatever it is.
 
-use crate::lanes::LANES;
+use crate::element::{KvElement, kv_element_bytes};
+use crate::lanes::{Kernel, LANES, Lanes};
 use crate::memory::{Buf, free_bytes};
 use crate::tensor::{CpuTensor, same, shape};
-use dunlin_backend::{BackendError, KV_TILE, KvSpec, SeqRows};
+use dunlin_backend::{BackendError, KV_TILE, KvDtype, KvSpec, SeqRows};
 
-/// One shard's KV store, float32. Memory is taken from the system as blocks are first written.
+/// One shard's KV store. Memory is taken from the system as blocks are first written.
 pub struct CpuKv {
     pub(crate) spec: KvSpec,
-    pub(crate) data: Buf<f32>,
+    pub(crate) data: Buf<u8>,
     pub(crate) layout: KvLayout,
 }
 
-/// Where things are, in floats.
+/// Where things are, in bytes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct KvLayout {
+    pub dtype: KvDtype,
     /// Tiles of 16 tokens in a block.
     pub tiles: usize,
     pub head_dim: usize,
-    /// Floats from one token's values to the next.
+    /// Of an element.
+    pub element: usize,
+    /// From one token's values to the next.
     pub value_stride: usize,
     pub key_head: usize,
     pub value_head: usize,
-    /// From a block's keys to its values, and from block to block.
+    /// From a block's keys to its values, to the scales of keys and of values, and to the next.
     pub values: usize,
+    pub key_scales: usize,
+    pub value_scales: usize,
     pub block: usize,
     pub layer: usize,
 }
 
 impl CpuKv {
-    pub(crate) fn new(spec: &KvSpec) -> Result<Self, BackendError> {
+    pub(crate) fn new(spec: &KvSpec, dtype: KvDtype) -> Result<Self, BackendError> {
         let whole_tiles = spec.block_tokens > 0 && spec.block_tokens.is_multiple_of(KV_TILE);
         if !whole_tiles || spec.head_dim == 0 || spec.kv_heads == 0 {
             return Err(shape(
@@ -48,18 +55,21 @@ impl CpuKv {
             need: need.map_or(u64::MAX, |n| n as u64),
             free: free_bytes(),
         };
-        let layout = KvLayout::new(spec).ok_or_else(|| refuse(None))?;
-        let floats = layout.layer.checked_mul(spec.layers).ok_or_else(|| refuse(None))?;
-        let bytes = floats.checked_mul(size_of::<f32>());
-        if bytes.is_none_or(|b| b as u64 > free_bytes()) {
-            return Err(refuse(bytes));
+        let layout = KvLayout::new(spec, dtype).ok_or_else(|| refuse(None))?;
+        let bytes = layout.layer.checked_mul(spec.layers).ok_or_else(|| refuse(None))?;
+        if bytes as u64 > free_bytes() {
+            return Err(refuse(Some(bytes)));
         }
-        let data = Buf::new(floats, &format!("a KV pool of {} blocks", spec.blocks), false)?;
+        let data = Buf::new(bytes, &format!("a KV pool of {} blocks", spec.blocks), false)?;
         Ok(Self { spec: spec.clone(), data, layout })
     }
 
     pub fn spec(&self) -> &KvSpec {
         &self.spec
+    }
+
+    pub fn dtype(&self) -> KvDtype {
+        self.layout.dtype
     }
 
     /// Copies blocks `from -> to` in all layers, in the order given.
@@ -100,30 +110,39 @@ impl CpuKv {
         let blocks = vec![block; tile + 1];
         // The table repeats the block, so tile `tile` of it is that of the block itself.
         let at = match element < half {
-            true => layout.key_tile(&blocks, tile, head) + token + inside * KV_TILE,
-            false => layout.value_tile(&blocks, tile, head) + token * layout.value_stride + inside,
+            true => {
+                layout.key_tile(&blocks, tile, head) + (token + inside * KV_TILE) * layout.element
+            }
+            false => {
+                layout.value_tile(&blocks, tile, head)
+                    + token * layout.value_stride
+                    + inside * layout.element
+            }
         };
-        let value = &mut self.data[layer * layout.layer + at];
-        let before = value.to_bits();
-        *value = f32::from_bits(before ^ 1 << (bit % 32));
-        Ok((before, value.to_bits()))
+        let (width, start) = (layout.element, layer * layout.layer + at);
+        let place = &mut self.data[start..start + width];
+        let read = |place: &[u8]| place.iter().rev().fold(0, |v, byte| v << 8 | u32::from(*byte));
+        let before = read(place);
+        // Signs and exponents are on top, whatever the width.
+        let at = (bit as usize % 32 + 8 * width).saturating_sub(32);
+        place[at / 8] ^= 1 << (at % 8);
+        Ok((before, read(place)))
     }
 
     /// The block's bytes, layer after layer.
     pub(crate) fn read(&self, block: u32) -> Result<Vec<u8>, BackendError> {
-        let ranges = self.ranges("kv_read", block)?;
-        Ok(ranges.flat_map(|r| &self.data[r]).flat_map(|value| value.to_le_bytes()).collect())
+        Ok(self.ranges("kv_read", block)?.flat_map(|r| &self.data[r]).copied().collect())
     }
 
     pub(crate) fn put(&mut self, block: u32, content: &[u8]) -> Result<(), BackendError> {
-        let places = self.ranges("kv_put", block)?.flatten();
-        let need = self.layout.block * self.spec.layers * size_of::<f32>();
+        let places = self.ranges("kv_put", block)?;
+        let need = self.layout.block * self.spec.layers;
         if content.len() != need {
             let detail = format!("{} bytes for a block of {need}", content.len());
             return Err(shape("kv_put", detail));
         }
-        for (at, bytes) in places.zip(content.chunks_exact(4)) {
-            self.data[at] = f32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]);
+        for (place, bytes) in places.zip(content.chunks_exact(self.layout.block.max(1))) {
+            self.data[place].copy_from_slice(bytes);
         }
         Ok(())
     }
@@ -192,19 +211,32 @@ impl CpuKv {
 
 impl KvLayout {
     /// `None` where the numbers overflow.
-    fn new(spec: &KvSpec) -> Option<Self> {
-        let value_stride = spec.head_dim.checked_next_multiple_of(LANES)?;
-        let key_head = spec.head_dim.checked_mul(spec.block_tokens)?;
+    fn new(spec: &KvSpec, dtype: KvDtype) -> Option<Self> {
+        let element = kv_element_bytes(dtype);
+        let value_stride = spec.head_dim.checked_next_multiple_of(LANES)?.checked_mul(element)?;
+        let key_head = spec.head_dim.checked_mul(element)?.checked_mul(spec.block_tokens)?;
         let value_head = value_stride.checked_mul(spec.block_tokens)?;
         let values = key_head.checked_mul(spec.kv_heads)?;
-        let block = values.checked_add(value_head.checked_mul(spec.kv_heads)?)?;
+        let key_scales = values.checked_add(value_head.checked_mul(spec.kv_heads)?)?;
+        let scales = match dtype {
+            KvDtype::Int8 => {
+                size_of::<f32>().checked_mul(spec.block_tokens)?.checked_mul(spec.kv_heads)?
+            }
+            KvDtype::F32 | KvDtype::F16 => 0,
+        };
+        let value_scales = key_scales.checked_add(scales)?;
+        let block = value_scales.checked_add(scales)?;
         Some(Self {
+            dtype,
             tiles: spec.block_tokens / KV_TILE,
             head_dim: spec.head_dim,
+            element,
             value_stride,
             key_head,
             value_head,
             values,
+            key_scales,
+            value_scales,
             block,
             layer: block.checked_mul(spec.blocks)?,
         })
@@ -214,7 +246,9 @@ impl KvLayout {
     #[inline(always)]
     pub fn key_tile(&self, blocks: &[u32], tile: usize, head: usize) -> usize {
         let block = blocks[tile / self.tiles] as usize;
-        block * self.block + head * self.key_head + tile % self.tiles * (self.head_dim * KV_TILE)
+        block * self.block
+            + head * self.key_head
+            + tile % self.tiles * (self.head_dim * KV_TILE * self.element)
     }
 
     /// Offset, within a layer, of the values of the first token of tile `tile`.
@@ -226,41 +260,60 @@ impl KvLayout {
             + head * self.value_head
             + tile % self.tiles * (self.value_stride * KV_TILE)
     }
+
+    /// Offsets, within a layer, of the scales of the tile's keys and of its values (16 floats each).
+    /// Only where elements have scales.
+    #[inline(always)]
+    pub fn scale_tiles(&self, blocks: &[u32], tile: usize, head: usize) -> (usize, usize) {
+        let block = blocks[tile / self.tiles] as usize * self.block;
+        let at = (head * self.tiles + tile % self.tiles) * (KV_TILE * size_of::<f32>());
+        (block + self.key_scales + at, block + self.value_scales + at)
+    }
 }
 
-/// Stores the rows of all sequences, for one KV head. Plain copies: every path is the same.
+/// Stores the rows of all sequences, for one KV head.
+#[derive(Clone, Copy)]
 pub(crate) struct Write<'a> {
     pub k: &'a CpuTensor,
     pub v: &'a CpuTensor,
     pub seqs: &'a [SeqRows],
     pub layout: KvLayout,
-    /// The layer's first float.
-    pub layer: *mut f32,
+    /// The layer's first byte.
+    pub layer: *mut u8,
 }
 
 // SAFETY: each head of the layer is written by one task.
 unsafe impl Sync for Write<'_> {}
 
-impl Write<'_> {
+/// One head of a [`Write`].
+pub(crate) struct WriteHead<'a, E>(pub Write<'a>, pub usize, pub std::marker::PhantomData<E>);
+
+impl<E: KvElement> Kernel for WriteHead<'_, E> {
     /// # Safety
-    /// [`CpuKv::check`] accepted the sequences; nobody else touches this head of the layer.
-    pub unsafe fn head(&self, head: usize) {
-        let d = self.layout.head_dim;
-        for s in self.seqs {
+    /// [`CpuKv::check`] accepted the sequences; nobody else touches this head of the layer, whose
+    /// elements are of type `E`.
+    #[inline(always)]
+    unsafe fn run<L: Lanes>(self) {
+        let WriteHead(w, head, _) = self;
+        let (layout, d) = (w.layout, w.layout.head_dim);
+        for s in w.seqs {
             for (i, row) in s.rows.clone().enumerate() {
                 let position = s.position + i;
                 let (tile, token) = (position / KV_TILE, position % KV_TILE);
-                let k = &self.k.row(row)[head * d..][..d];
-                let v = &self.v.row(row)[head * d..][..d];
-                let key = self.layout.key_tile(&s.blocks, tile, head) + token;
-                let value = self.layout.value_tile(&s.blocks, tile, head)
-                    + token * self.layout.value_stride;
+                let k = w.k.row(row)[head * d..][..d].as_ptr();
+                let v = w.v.row(row)[head * d..][..d].as_ptr();
+                let key = layout.key_tile(&s.blocks, tile, head) + token * E::BYTES;
+                let value = layout.value_tile(&s.blocks, tile, head) + token * layout.value_stride;
                 // SAFETY: the block is in the store, and the offsets within the block.
                 unsafe {
-                    for (e, k) in k.iter().enumerate() {
-                        *self.layer.add(key + e * KV_TILE) = *k;
+                    let key_scale = E::write::<L>(k, d, w.layer.add(key), KV_TILE);
+                    let value_scale = E::write::<L>(v, d, w.layer.add(value), 1);
+                    if E::SCALED {
+                        let (keys, values) = layout.scale_tiles(&s.blocks, tile, head);
+                        let at = |tile: usize| w.layer.add(tile).cast::<f32>().add(token);
+                        at(keys).write_unaligned(key_scale);
+                        at(values).write_unaligned(value_scale);
                     }
-                    std::ptr::copy_nonoverlapping(v.as_ptr(), self.layer.add(value), d);
                 }
             }
         }

@@ -3,8 +3,8 @@
 //! **One arithmetic, many paths.** Every output element is computed in one lane by one fixed
 //! sequence of IEEE operations (integer block dot products, one chain of fused multiply-adds over
 //! the inner dimension in ascending order), and kernels are written once over a 16-lane vector
-//! with three implementations. So plain Rust, AVX2 and AVX-512 VNNI give the same bits, whatever
-//! the number of threads, the rows that share a batch, or where a prompt was cut into chunks.
+//! with three implementations. So plain Rust, AVX2, AVX-512 VNNI, and AMX (whose tiles compute the
+//! same integers) give the same bits, whatever the number of threads, the rows that share a batch, or where a prompt was cut into chunks.
 //!
 //! Two precisions (see [`Precision`]): *exact* multiplies dequantised weights with float32
 //! activations; *fast* quantises activations to int8 per row and block of 32. Plain float weights
@@ -16,6 +16,7 @@
 mod activations;
 mod attention;
 mod backend;
+mod element;
 mod experts;
 mod kv;
 mod lanes;
@@ -27,6 +28,8 @@ mod pool;
 mod rope;
 mod rowops;
 mod tensor;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+mod tiles;
 mod weight;
 
 pub use backend::{CpuBackend, CpuOptions};
@@ -39,13 +42,15 @@ pub use weight::CpuWeight;
 /// Why a CPU backend could not be made.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CpuError {
-    #[error("cpu: {PATH_VARIABLE}='{given}' is no instruction path; use scalar, avx2 or avx512")]
+    #[error(
+        "cpu: {PATH_VARIABLE}='{given}' is no instruction path; use scalar, avx2, avx512 or amx"
+    )]
     UnknownPath { given: String },
     #[error(
-        "cpu: this processor cannot take the instruction path '{path}'; \
-         unset {PATH_VARIABLE} to use the fastest one it has"
+        "cpu: this processor cannot take the instruction path '{path}', it has {has}; \
+         unset {PATH_VARIABLE} to use the fastest of them"
     )]
-    PathUnavailable { path: &'static str },
+    PathUnavailable { path: &'static str, has: String },
     #[error("cpu: threads = {given}; give a number from 1 to {most}")]
     Threads { given: usize, most: usize },
     #[error("cpu: worker thread {index} could not be started: {reason}")]

@@ -14,28 +14,36 @@
 #![allow(clippy::needless_range_loop)]
 
 use crate::activations::{ActBlock, Quantise, TILE, tile_width};
+use crate::element::{BF16, Element, F16, F32};
+#[cfg(target_arch = "x86_64")]
+use crate::lanes::dispatch_wide;
 use crate::lanes::{Codes, Kernel, LANES, Lanes, dispatch};
 use crate::memory::Buf;
 use crate::path::Path;
 use crate::pool::Pool;
 use crate::tensor::CpuTensor;
+use crate::tiles::{TILE_ROWS, TileFast, Unit, whole_blocks};
 use crate::weight::{CpuWeight, Form, Format, Layout, Scales, format};
 use dunlin_backend::{BackendError, Precision};
+use std::marker::PhantomData;
 
 /// Multiply-adds below which an op is not worth waking another thread.
 const INLINE_WORK: usize = 50_000;
 
+/// Activations below which one thread quantises alone.
+const INLINE_QUANTISED: usize = 8_192;
+
 /// Input rows that a task keeps in the second-level cache while it walks its panels.
-const ROW_CHUNK: usize = 64;
+pub(crate) const ROW_CHUNK: usize = 64;
 
 /// Weights that one call may fuse; more are taken in several goes.
 const MOST_JOBS: usize = 8;
 
 /// One weight over all input rows.
 #[derive(Clone, Copy)]
-struct Job {
-    weight: *const u8,
-    layout: Layout,
+pub(crate) struct Job {
+    pub weight: *const u8,
+    pub layout: Layout,
     panels: usize,
     out: *mut f32,
     out_stride: usize,
@@ -45,12 +53,12 @@ struct Job {
 
 /// The input rows, in the forms that the weights need.
 #[derive(Clone, Copy)]
-struct Input {
+pub(crate) struct Input {
     x: *const f32,
     stride: usize,
-    rows: usize,
+    pub rows: usize,
     /// Null in exact mode and where no weight is quantised.
-    acts: *const ActBlock,
+    pub acts: *const ActBlock,
 }
 
 /// One weight of [`linear`], with its output.
@@ -64,6 +72,8 @@ pub(crate) struct Product<'a> {
 pub(crate) struct Context<'a> {
     pub path: Path,
     pub precision: Precision,
+    /// What multiplies tiles, where something does.
+    pub tiles: Option<Unit>,
     pub pool: &'a mut Pool,
     pub acts: &'a mut Buf<ActBlock>,
 }
@@ -129,7 +139,7 @@ fn quantise(cx: &mut Context<'_>, x: &CpuTensor) -> Result<*const ActBlock, Back
         // SAFETY: the path was checked; the kernel stays within its tile of both buffers.
         unsafe { dispatch(path, kernel) }
     };
-    if x.rows * x.cols < INLINE_WORK {
+    if x.rows * x.cols < INLINE_QUANTISED {
         (0..tiles).for_each(one_tile);
     } else {
         cx.pool.run(tiles, &one_tile);
@@ -156,6 +166,7 @@ struct Plan<'a> {
     jobs: &'a [Option<Job>],
     /// Panels in a task.
     group: usize,
+    tiles: Option<Unit>,
 }
 
 // SAFETY: tasks read the input and the weights, and write disjoint panels of the outputs.
@@ -166,7 +177,9 @@ fn run_jobs(cx: &mut Context<'_>, input: Input, cols: usize, jobs: &[Option<Job>
     let group = panels.div_ceil(cx.pool.threads() * 8).clamp(1, 16);
     let tasks: usize = jobs.iter().flatten().map(|j| j.panels.div_ceil(group)).sum();
     let (path, precision) = (cx.path, cx.precision);
-    let plan = Plan { input, jobs, group };
+    // Fewer rows than a tile has are as fast in lanes.
+    let tiles = cx.tiles.filter(|_| input.rows >= TILE_ROWS);
+    let plan = Plan { input, jobs, group, tiles };
     let task = |index: usize| plan.task(path, precision, index);
     if panels * LANES * cols * input.rows < INLINE_WORK {
         (0..tasks).for_each(task);
@@ -189,16 +202,29 @@ impl Plan<'_> {
             let (job, input) = (*job, self.input);
             macro_rules! run {
                 ($kernel:ident<$f:ty>) => {{
-                    let form = std::marker::PhantomData::<$f>;
+                    let form = PhantomData::<$f>;
                     // SAFETY: the path was checked, and shapes by the caller of `linear`.
                     unsafe { dispatch(path, $kernel { job, input, panels, form }) }
                 }};
             }
             macro_rules! quantised {
                 ($f:ident) => {
-                    match precision {
-                        Precision::Fast => run!(Fast<format::$f>),
-                        Precision::Exact => run!(Exact<format::$f>),
+                    match (precision, self.tiles.filter(|_| whole_blocks::<format::$f>())) {
+                        #[cfg(target_arch = "x86_64")]
+                        (Precision::Fast, Some(Unit::Amx)) => {
+                            let form = PhantomData::<(format::$f, crate::tiles::amx::Amx)>;
+                            // SAFETY: as above; where there is AMX there is AVX-512, and both were
+                            // found when the backend was made.
+                            unsafe { dispatch_wide(TileFast { job, input, panels, form }) }
+                        }
+                        #[cfg(test)]
+                        (Precision::Fast, Some(Unit::Soft)) => {
+                            let form = PhantomData::<(format::$f, crate::tiles::Soft)>;
+                            // SAFETY: as above.
+                            unsafe { dispatch(path, TileFast { job, input, panels, form }) }
+                        }
+                        (Precision::Fast, _) => run!(Fast<format::$f>),
+                        (Precision::Exact, _) => run!(Exact<format::$f>),
                     }
                 };
             }
@@ -220,7 +246,7 @@ impl Plan<'_> {
     }
 }
 
-type Panels = std::ops::Range<usize>;
+pub(crate) type Panels = std::ops::Range<usize>;
 
 /// Defines a kernel that walks panels over chunks of rows, in tiles of the given widths.
 macro_rules! panel_kernel {
@@ -230,7 +256,7 @@ macro_rules! panel_kernel {
             job: Job,
             input: Input,
             panels: Panels,
-            form: std::marker::PhantomData<F>,
+            form: PhantomData<F>,
         }
 
         impl<F: $bound> Kernel for $name<F> {
@@ -279,7 +305,12 @@ panel_kernel! {
 /// # Safety
 /// As the kernels; rows `row..row + T` and panel `panel` exist.
 #[inline(always)]
-unsafe fn finish<L: Lanes, const T: usize>(job: &Job, panel: usize, row: usize, acc: [L; T]) {
+pub(crate) unsafe fn finish<L: Lanes, const T: usize>(
+    job: &Job,
+    panel: usize,
+    row: usize,
+    acc: [L; T],
+) {
     // SAFETY: output rows and the bias row are padded to whole vectors.
     unsafe {
         for (t, mut v) in acc.into_iter().enumerate() {
@@ -296,11 +327,15 @@ unsafe fn finish<L: Lanes, const T: usize>(job: &Job, panel: usize, row: usize, 
 /// # Safety
 /// `panel` points to a panel of this layout, which has block `b`.
 #[inline(always)]
-unsafe fn scale_min<L: Lanes, F: Format>(l: &Layout, panel: *const u8, b: usize) -> (L, L) {
+pub(crate) unsafe fn scale_min<L: Lanes, F: Format>(
+    l: &Layout,
+    panel: *const u8,
+    b: usize,
+) -> (L, L) {
     // SAFETY: scales and supers of block `b` lie within the panel.
     unsafe {
-        let scale = panel.add(l.scales + b * F::SCALE_BYTES);
-        let supers = panel.add(l.supers + (l.phase + b) / 8 * F::SUPER_BYTES);
+        let place = l.place::<F>(b);
+        let (scale, supers) = (panel.add(place.scales), panel.add(place.supers));
         match F::SCALES {
             Scales::Half => (L::load_f16(scale), L::splat(-0.0)),
             Scales::HalfMin => (L::load_f16(scale), L::load_f16(scale.add(32))),
@@ -320,7 +355,7 @@ unsafe fn scale_min<L: Lanes, F: Format>(l: &Layout, panel: *const u8, b: usize)
 /// # Safety
 /// `p` points to the codes of one block.
 #[inline(always)]
-unsafe fn codes<L: Lanes, F: Format>(p: *const u8) -> [L::I; 8] {
+pub(crate) unsafe fn codes<L: Lanes, F: Format>(p: *const u8) -> [L::I; 8] {
     // SAFETY: a block has `CODE_BYTES / 64` groups of 64 bytes.
     unsafe {
         if F::NIBBLES {
@@ -354,7 +389,7 @@ unsafe fn codes<L: Lanes, F: Format>(p: *const u8) -> [L::I; 8] {
 /// # Safety
 /// As the kernels; rows `row..row + T` are one tile of the quantised input.
 #[inline(always)]
-unsafe fn fast_tile<L: Lanes, F: Format, const T: usize>(
+pub(crate) unsafe fn fast_tile<L: Lanes, F: Format, const T: usize>(
     job: &Job,
     input: &Input,
     panel: usize,
@@ -367,19 +402,35 @@ unsafe fn fast_tile<L: Lanes, F: Format, const T: usize>(
         let base = job.weight.add(panel * l.panel);
         let mut acts = input.acts.add(row * l.blocks);
         for b in 0..l.blocks {
-            let w = codes::<L, F>(base.add(b * F::CODE_BYTES));
+            let w = codes::<L, F>(base.add(l.place::<F>(b).codes));
             let (scale, min) = scale_min::<L, F>(l, base, b);
             for t in 0..T {
                 let a = &*acts.add(t);
                 let dot = L::to_f32(block_dot::<L, F, T>(l, base, b, &w, a));
                 acc[t] = scale.mul(L::splat(a.d)).fma(dot, acc[t]);
-                if matches!(F::SCALES, Scales::HalfMin | Scales::Super) {
+                if has_minimum::<F>() {
                     acc[t] = min.fma(L::splat(a.sum), acc[t]);
                 }
             }
             acts = acts.add(T);
         }
         finish(job, panel, row, acc);
+    }
+}
+
+/// Whether blocks of a form have a minimum.
+pub(crate) const fn has_minimum<F: Format>() -> bool {
+    matches!(F::SCALES, Scales::HalfMin | Scales::Super)
+}
+
+/// What the offset of a form's codes adds to the sum over a block.
+#[inline(always)]
+pub(crate) fn offset_term<F: Format>(a: &ActBlock) -> i32 {
+    match F::OFFSET {
+        8 => a.minus8,
+        16 => a.minus16,
+        128 => a.minus128,
+        _ => 0,
     }
 }
 
@@ -400,20 +451,15 @@ unsafe fn block_dot<L: Lanes, F: Format, const T: usize>(
     // SAFETY: a block has 32 activations and two rows of 16 int8 scales.
     unsafe {
         if matches!(F::SCALES, Scales::Halves) {
-            let scale = panel.add(l.scales + b * F::SCALE_BYTES);
+            let scale = panel.add(l.place::<F>(b).scales);
             let [w0, w1, w2, w3, w4, w5, w6, w7] = *w;
             let low = L::dot(F::CODES, chains, &[w0, w1, w2, w3], q, a.minus32[0]);
             let high = L::dot(F::CODES, chains, &[w4, w5, w6, w7], q.add(16), a.minus32[1]);
             let low = L::i_mul(low, L::i_load_i8(scale));
             return L::i_add(low, L::i_mul(high, L::i_load_i8(scale.add(16))));
         }
-        let bias = match F::OFFSET {
-            8 => a.minus8,
-            16 => a.minus16,
-            128 if L::SIGNED_BYTES && matches!(F::CODES, Codes::Byte) => 0,
-            128 => a.minus128,
-            _ => 0,
-        };
+        let subtracted = L::SIGNED_BYTES && matches!(F::CODES, Codes::Byte);
+        let bias = if subtracted { 0 } else { offset_term::<F>(a) };
         L::dot(F::CODES, chains, w, q, bias)
     }
 }
@@ -435,11 +481,11 @@ unsafe fn exact_tile<L: Lanes, F: Format, const T: usize>(
         let base = job.weight.add(panel * l.panel);
         let x = input.x.add(row * input.stride);
         for b in 0..l.blocks {
-            let w = codes::<L, F>(base.add(b * F::CODE_BYTES));
+            let w = codes::<L, F>(base.add(l.place::<F>(b).codes));
             let (scale, min) = scale_min::<L, F>(l, base, b);
             let mut scales = [scale, scale];
             if matches!(F::SCALES, Scales::Halves) {
-                let sc = base.add(l.scales + b * F::SCALE_BYTES);
+                let sc = base.add(l.place::<F>(b).scales);
                 scales = [
                     scale.mul(L::to_f32(L::i_load_i8(sc))),
                     scale.mul(L::to_f32(L::i_load_i8(sc.add(16)))),
@@ -464,45 +510,6 @@ unsafe fn exact_tile<L: Lanes, F: Format, const T: usize>(
             }
         }
         finish(job, panel, row, acc);
-    }
-}
-
-/// A plain float type.
-trait Element {
-    const BYTES: usize;
-    /// # Safety
-    /// `p` points to 16 readable elements.
-    unsafe fn load<L: Lanes>(p: *const u8) -> L;
-}
-
-struct F32;
-struct F16;
-struct BF16;
-
-impl Element for F32 {
-    const BYTES: usize = 4;
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const u8) -> L {
-        // SAFETY: 16 floats are readable.
-        unsafe { L::load(p.cast()) }
-    }
-}
-
-impl Element for F16 {
-    const BYTES: usize = 2;
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const u8) -> L {
-        // SAFETY: 16 elements are readable.
-        unsafe { L::load_f16(p) }
-    }
-}
-
-impl Element for BF16 {
-    const BYTES: usize = 2;
-    #[inline(always)]
-    unsafe fn load<L: Lanes>(p: *const u8) -> L {
-        // SAFETY: 16 elements are readable.
-        unsafe { L::load_bf16(p) }
     }
 }
 

@@ -1,8 +1,10 @@
 //! Instruction paths: which one this processor can take, and which one was asked for.
 
 use crate::CpuError;
+#[cfg(target_arch = "x86_64")]
+use crate::tiles::amx_works;
 
-/// Environment variable that forces a path: `scalar`, `avx2` or `avx512`.
+/// Environment variable that forces a path: `scalar`, `avx2`, `avx512` or `amx`.
 pub const PATH_VARIABLE: &str = "DUNLIN_CPU";
 
 /// An instruction path. All of them compute the same bits.
@@ -14,11 +16,18 @@ pub enum Path {
     Avx2,
     /// AVX-512 F, BW, VL, DQ and VNNI.
     Avx512,
+    /// As [`Path::Avx512`], with AMX int8 tiles for products of many rows.
+    Amx,
 }
 
 impl Path {
     /// Every path, slowest first.
-    pub const ALL: [Path; 3] = [Path::Scalar, Path::Avx2, Path::Avx512];
+    pub const ALL: [Path; 4] = [Path::Scalar, Path::Avx2, Path::Avx512, Path::Amx];
+
+    /// The paths that this processor can take.
+    pub fn here() -> impl Iterator<Item = Path> {
+        Path::ALL.into_iter().filter(|path| path.available())
+    }
 
     /// The name that [`PATH_VARIABLE`] takes.
     pub const fn name(self) -> &'static str {
@@ -26,10 +35,12 @@ impl Path {
             Path::Scalar => "scalar",
             Path::Avx2 => "avx2",
             Path::Avx512 => "avx512",
+            Path::Amx => "amx",
         }
     }
 
-    /// Whether this processor has the path's instructions.
+    /// Whether this processor has the path's instructions, and for AMX, whether it was found to
+    /// compute what it should.
     pub fn available(self) -> bool {
         match self {
             Path::Scalar => true,
@@ -44,6 +55,8 @@ impl Path {
                     && is_x86_feature_detected!("avx512dq")
                     && is_x86_feature_detected!("avx512vnni")
             }
+            #[cfg(target_arch = "x86_64")]
+            Path::Amx => Path::Avx512.available() && amx_works(),
             #[cfg(not(target_arch = "x86_64"))]
             _ => false,
         }
@@ -58,8 +71,11 @@ impl Path {
         };
         match wanted {
             Some(path) if path.available() => Ok(path),
-            Some(path) => Err(CpuError::PathUnavailable { path: path.name() }),
-            None => Ok(Path::ALL.into_iter().rev().find(|p| p.available()).unwrap_or(Path::Scalar)),
+            Some(path) => {
+                let has: Vec<&str> = Path::here().map(Path::name).collect();
+                Err(CpuError::PathUnavailable { path: path.name(), has: has.join(", ") })
+            }
+            None => Ok(Path::here().last().unwrap_or(Path::Scalar)),
         }
     }
 

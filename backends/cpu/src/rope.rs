@@ -71,6 +71,16 @@ impl Table {
         }
     }
 
+    /// Factors by position, where the table has those of all `positions`.
+    pub fn kept<'t>(
+        &'t self,
+        positions: &[u32],
+    ) -> Option<impl Fn(u32) -> &'t [f32] + Sync + use<'t>> {
+        let width = 2 * self.rope.head_dim;
+        let all = positions.iter().all(|p| (*p as usize + 1) * width <= self.rows.len());
+        all.then_some(move |position: u32| &self.rows[position as usize * width..][..width])
+    }
+
     /// Factors of one position, from the table or computed now.
     pub fn row(&mut self, position: u32) -> &[f32] {
         let width = 2 * self.rope.head_dim;

@@ -3,14 +3,16 @@
 mod common;
 
 use common::*;
-use dunlin_backend::{AttentionParams, Backend, BackendError, KvSpec, SeqRows};
+use dunlin_backend::{AttentionParams, Backend, BackendError, KvDtype, KvSpec, SeqRows};
 use dunlin_cpu::{CpuBackend, CpuKv, CpuTensor, Path, Precision};
+use half::f16;
 use proptest::prelude::{ProptestConfig, any, prop_assert, prop_assert_eq, proptest};
 
 /// One sequence's keys, values and queries for all positions, and how they are attended.
 struct Case {
     params: AttentionParams,
     spec: KvSpec,
+    dtype: KvDtype,
     tokens: usize,
     blocks: Vec<u32>,
     q: Vec<f32>,
@@ -26,7 +28,7 @@ fn case(seed: u64) -> Case {
     let heads = kv_heads + r.below(7);
     // Uneven groups too: tensor parallelism may cut them anywhere.
     let kv_head_of = (0..heads).map(|h| if h < kv_heads { h } else { r.below(kv_heads) }).collect();
-    let tokens = 1 + r.below(90);
+    let tokens = 1 + r.below(150);
     let block_tokens = 16 * (1 + r.below(3));
     let need = tokens.div_ceil(block_tokens);
     let mut blocks: Vec<u32> = (0..need as u32 + 3).collect();
@@ -39,11 +41,12 @@ fn case(seed: u64) -> Case {
         kv_heads,
         head_dim,
         scale: 1.0 / (head_dim as f32).sqrt(),
-        window: (r.below(2) == 0).then(|| 1 + r.below(40)),
+        window: (r.below(2) == 0).then(|| 1 + r.below(100)),
         softcap: (r.below(3) == 0).then_some(5.0),
         kv_head_of,
     };
     let size = [1.0, 8.0][r.below(2)];
+    let dtype = KvDtype::ALL[r.below(3)];
     let mut floats = |n: usize| r.floats(n).into_iter().map(|v| v * size).collect::<Vec<_>>();
     Case {
         q: floats(tokens * heads * head_dim),
@@ -53,6 +56,7 @@ fn case(seed: u64) -> Case {
         tolerance: if size == 1.0 { 1e-5 } else { 2e-3 },
         params,
         spec,
+        dtype,
         tokens,
         blocks,
     }
@@ -103,8 +107,25 @@ impl Case {
         all
     }
 
+    /// What the store keeps of `data`.
+    fn kept(&self, data: &[f32]) -> Vec<f32> {
+        let heads = data.chunks_exact(self.spec.head_dim);
+        match self.dtype {
+            KvDtype::F32 => data.to_vec(),
+            KvDtype::F16 => data.iter().map(|x| f16::from_f32(*x).to_f32()).collect(),
+            KvDtype::Int8 => heads
+                .flat_map(|head| {
+                    let amax = head.iter().fold(0f32, |m, x| m.max(x.abs()));
+                    let inverse = if amax > 0.0 { 127.0 / amax } else { 0.0 };
+                    head.iter().map(move |x| (x * inverse).round_ties_even() * (amax / 127.0))
+                })
+                .collect(),
+        }
+    }
+
     fn reference(&self) -> Vec<f64> {
         let (p, d) = (&self.params, self.params.head_dim);
+        let (keys, values) = (self.kept(&self.k), self.kept(&self.v));
         let mut out = Vec::new();
         for row in 0..self.tokens {
             for h in 0..p.heads {
@@ -113,7 +134,7 @@ impl Case {
                 let at = |j: usize| (j * p.kv_heads + p.kv_head_of[h]) * d;
                 let scores: Vec<f64> = (first..=row)
                     .map(|j| {
-                        let k = &self.k[at(j)..][..d];
+                        let k = &keys[at(j)..][..d];
                         let dot: f64 = q.iter().zip(k).map(|(q, k)| *q as f64 * *k as f64).sum();
                         let s = dot * p.scale as f64;
                         p.softcap.map_or(s, |c| c as f64 * (s / c as f64).tanh())
@@ -124,7 +145,7 @@ impl Case {
                 let total: f64 = weights.iter().sum();
                 for e in 0..d {
                     let sum =
-                        (first..=row).zip(&weights).map(|(j, w)| w * self.v[at(j) + e] as f64);
+                        (first..=row).zip(&weights).map(|(j, w)| w * values[at(j) + e] as f64);
                     out.push(sum.sum::<f64>() / total);
                 }
             }
@@ -144,13 +165,13 @@ proptest! {
     fn close_to_float64_and_alike_on_all_paths(seed in any::<u64>()) {
         let c = case(seed);
         let want = c.reference();
-        let scalar = c.run(&backend(Path::Scalar, Precision::Exact, 1), &[c.tokens]);
+        let scalar = c.run(&backend_with_kv(Path::Scalar, 1, c.dtype), &[c.tokens]);
         for (g, w) in scalar.iter().zip(&want) {
             prop_assert!((*g as f64 - w).abs() < c.tolerance, "{g} instead of {w}");
         }
         for path in paths() {
             for threads in [1, 3] {
-                let got = c.run(&backend(path, Precision::Fast, threads), &[c.tokens]);
+                let got = c.run(&backend_with_kv(path, threads, c.dtype), &[c.tokens]);
                 prop_assert!(same_bits(&got, &scalar), "{:?} on {} threads", path, threads);
             }
         }
@@ -160,7 +181,7 @@ proptest! {
     fn chunks_make_no_difference(seed in any::<u64>()) {
         let c = case(seed);
         let mut r = Random::new(seed ^ 77);
-        let b = backend(*paths().last().unwrap(), Precision::Fast, 2);
+        let b = backend_with_kv(*paths().last().unwrap(), 2, c.dtype);
         let whole = c.run(&b, &[c.tokens]);
         let mut chunks = Vec::new();
         let mut left = c.tokens;
@@ -176,7 +197,7 @@ proptest! {
     #[test]
     fn other_sequences_make_no_difference(seed in any::<u64>()) {
         let c = case(seed);
-        let b = backend(*paths().last().unwrap(), Precision::Fast, 2);
+        let b = backend_with_kv(*paths().last().unwrap(), 2, c.dtype);
         let alone = c.run(&b, &[c.tokens]);
         // The same sequence thrice in one store, under tables of its own, rows 1.. of the call.
         let copies = 3;
@@ -201,7 +222,7 @@ proptest! {
     #[test]
     fn copied_blocks_attend_alike(seed in any::<u64>()) {
         let c = case(seed);
-        let b = backend(*paths().last().unwrap(), Precision::Fast, 1);
+        let b = backend_with_kv(*paths().last().unwrap(), 1, c.dtype);
         let alone = c.run(&b, &[c.tokens]);
         let each = c.spec.blocks as u32;
         let spec = KvSpec { blocks: 2 * each as usize, ..c.spec.clone() };

@@ -4,7 +4,7 @@
 mod common;
 
 use common::*;
-use dunlin_backend::{Backend, KvSpec, Part, SeqRows};
+use dunlin_backend::{AttentionParams, Backend, KvDtype, KvSpec, Part, SeqRows};
 use dunlin_cpu::Precision;
 
 #[test]
@@ -59,4 +59,44 @@ fn a_flipped_kv_bit_is_that_of_its_token_and_a_block_can_be_put_back() {
     }
     assert!(b.kv_flip(&mut kv, 2, 0, 0, 0).is_err() && b.kv_flip(&mut kv, 0, 3, 0, 0).is_err());
     assert!(b.kv_read(&kv, 3).is_err() && b.kv_put(&mut kv, 2, &before[1..]).is_err());
+}
+
+/// Sign on top, exponent below it, in a narrower element too; and int8 scales travel with a block.
+#[test]
+fn narrower_entries_flip_at_their_upper_bits_and_can_be_put_back() {
+    for (dtype, top) in [(KvDtype::F16, 15), (KvDtype::Int8, 7)] {
+        let b = backend_with_kv(paths()[0], 1, dtype);
+        let spec = KvSpec { layers: 1, kv_heads: 2, head_dim: 24, blocks: 2, block_tokens: 16 };
+        let width = spec.kv_heads * spec.head_dim;
+        let values = Random::new(4).floats(16 * width);
+        let mut kv = b.kv(&spec).unwrap();
+        assert_eq!(kv.dtype(), dtype);
+        let seqs = [SeqRows { rows: 0..16, position: 0, blocks: vec![1] }];
+        let t = upload(&b, width, &values);
+        b.kv_write(&mut kv, 0, &t, &t, &seqs).unwrap();
+        let before = b.kv_read(&kv, 1).unwrap();
+        for (bit, flipped) in [(31, top), (30, top - 1), (0, 0)] {
+            let (was, is) = b.kv_flip(&mut kv, 0, 1, 3, 32 * 5 + bit).unwrap();
+            assert_eq!(was ^ is, 1 << flipped, "{dtype:?}, bit {bit}");
+            b.kv_put(&mut kv, 1, &before).unwrap();
+        }
+        // Another store that is given the block attends alike.
+        let params = AttentionParams {
+            heads: 2,
+            kv_heads: 2,
+            head_dim: 24,
+            scale: 0.2,
+            window: None,
+            softcap: None,
+            kv_head_of: vec![0, 1],
+        };
+        let mut other = b.kv(&spec).unwrap();
+        b.kv_put(&mut other, 1, &before).unwrap();
+        let attend = |kv| {
+            let mut out = b.tensor(16, width).unwrap();
+            b.attention(&t, kv, 0, &seqs, &params, &mut out).unwrap();
+            bits(&b, &out)
+        };
+        assert_eq!(attend(&kv), attend(&other), "{dtype:?}");
+    }
 }

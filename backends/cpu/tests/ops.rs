@@ -259,8 +259,9 @@ fn wrong_shapes_are_refused() {
 
 #[test]
 fn options_are_checked() {
-    let make =
-        |threads, path| CpuBackend::new(CpuOptions { threads, precision: Precision::Fast, path });
+    let make = |threads, path| {
+        CpuBackend::new(CpuOptions { threads, precision: Precision::Fast, kv: None, path })
+    };
     assert!(matches!(make(0, None), Err(CpuError::Threads { .. })));
     assert!(matches!(Path::parse("avx1024"), Err(CpuError::UnknownPath { .. })));
     for path in Path::ALL {
@@ -268,7 +269,9 @@ fn options_are_checked() {
             Ok(b) => assert_eq!(b.path(), path),
             Err(e) => {
                 assert!(!path.available());
-                assert_eq!(e, CpuError::PathUnavailable { path: path.name() });
+                let CpuError::PathUnavailable { path: refused, has } = &e else { panic!("{e}") };
+                assert_eq!((*refused, has.split(", ").next()), (path.name(), Some("scalar")));
+                assert!(!has.contains(path.name()), "{e}");
             }
         }
         assert_eq!(Path::parse(path.name()), Ok(path));

@@ -154,7 +154,7 @@ proptest! {
         let chunk = 1 + r.below(ids.len());
         let want = run(&Reference, &l, &ids, chunk);
         let path = *paths().last().unwrap();
-        let options = CpuOptions { threads: 2, precision: Precision::Exact, path: Some(path) };
+        let options = CpuOptions { threads: 2, precision: Precision::Exact, kv: None, path: Some(path) };
         let got = run(&CpuBackend::new(options).unwrap(), &l, &ids, chunk);
         prop_assert!(got.len() == want.len());
         for ((op, got), (_, want)) in got.iter().zip(&want) {

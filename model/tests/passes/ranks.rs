@@ -3,7 +3,7 @@
 use crate::group::group;
 use crate::harness::{MAX_TOKENS, Seen, cuts, generate, stage};
 use crate::synthetic::{FAMILIES, Synthetic, model};
-use dunlin_backend::Reference;
+use dunlin_backend::{KvDtype, Reference};
 use dunlin_model::engine::Alone;
 use dunlin_model::spec::Family;
 use dunlin_model::split::{COLUMN_UNIT, SplitError, plan_split, split_layers};
@@ -157,7 +157,7 @@ fn announced_bytes_are_those_loaded() {
     for family in FAMILIES {
         let source = model(family);
         let layers = source.spec().layers;
-        let mut kv = 0;
+        let (mut kv, mut halves) = (0, 0);
         for ranks in 1..=3 {
             for cut in cuts(layers, 2) {
                 for rank in 0..ranks {
@@ -168,11 +168,12 @@ fn announced_bytes_are_those_loaded() {
                     if ranks == 1 {
                         assert_eq!(told, weights.bytes(&Reference) as f64, "{family:?}");
                     }
-                    kv += kv_block_bytes(source.spec(), &spec);
+                    kv += kv_block_bytes(source.spec(), &spec, KvDtype::F32);
+                    halves += kv_block_bytes(source.spec(), &spec, KvDtype::F16);
                 }
             }
         }
         let block = 2 * layers * 3 * 32 * 4 * crate::harness::BLOCK_TOKENS;
-        assert_eq!(kv, 3 * block as u64, "{family:?}");
+        assert_eq!((kv, halves), (3 * block as u64, 3 * block as u64 / 2), "{family:?}");
     }
 }

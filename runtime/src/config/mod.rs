@@ -161,6 +161,16 @@ pub struct KvSection {
     pub memory: u64,
     /// Keep blocks of finished requests for prompts that begin alike. Default true.
     pub prefix_cache: bool,
+    /// What blocks hold. Default: what suits precision and devices.
+    pub dtype: Option<KvType>,
+}
+
+/// How keys and values are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvType {
+    F32,
+    F16,
+    Int8,
 }
 
 /// `[weights]`

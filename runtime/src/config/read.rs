@@ -9,7 +9,7 @@ use super::size::parse_size;
 use super::tree::{Node, Reader, Source, Value};
 use super::{
     ApiKey, ClusterConfig, ClusterSection, DEFAULT_MODEL, EngineSection, HashEngine, KvSection,
-    LimitsSection, MembershipSection, NodeConfig, Precision, ReplicaConfig, RestartSection,
+    KvType, LimitsSection, MembershipSection, NodeConfig, Precision, ReplicaConfig, RestartSection,
     SchedulerSection, Serves, ShardDevice, WeightsSection,
 };
 use crate::address::NodeName;
@@ -295,9 +295,20 @@ fn kv(mut table: Reader<'_>) -> Result<KvSection, ConfigError> {
         block_tokens: table.u32("block_tokens", 16, 1, 1024)?,
         memory: size(&mut table, "memory", 1)?.unwrap_or(1 << 30),
         prefix_cache: table.boolean("prefix_cache", true)?,
+        dtype: kv_type(&mut table)?,
     };
     table.finish()?;
     Ok(section)
+}
+
+fn kv_type(table: &mut Reader<'_>) -> Result<Option<KvType>, ConfigError> {
+    Ok(match table.string("dtype")? {
+        None => None,
+        Some("f32") => Some(KvType::F32),
+        Some("f16") => Some(KvType::F16),
+        Some("int8") => Some(KvType::Int8),
+        Some(word) => return Err(unknown_word(table, "dtype", word, &["f16", "f32", "int8"])),
+    })
 }
 
 fn membership(mut table: Reader<'_>) -> Result<MembershipSection, ConfigError> {

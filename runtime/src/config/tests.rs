@@ -90,6 +90,7 @@ fn the_default_cluster_reads_as_written() {
     assert_eq!(config.scheduler.step_tokens, 512);
     assert_eq!(config.scheduler.chunk_tokens, 512);
     assert_eq!(config.kv.memory, 1 << 30);
+    assert_eq!(config.kv.dtype, None);
     assert_eq!(config.engine, EngineSection::Transformer);
     assert_eq!(config.nodes_where(|ip| ip.is_loopback()).len(), 3);
     assert_eq!(config.threads_of(&name("left"), 2), 1);
@@ -112,6 +113,7 @@ fn values_are_set_over_the_file() {
     config.set("node.left.threads", "3").unwrap();
     config.set("replica.r1.layers", "[30]").unwrap();
     config.set("kv.memory", "64MiB").unwrap();
+    config.set("kv.dtype", "int8").unwrap();
     config.set("cluster.name", "lab").unwrap();
     assert_eq!(config.scheduler.step_tokens, 64);
     assert_eq!(config.scheduler.chunk_tokens, 64);
@@ -119,8 +121,9 @@ fn values_are_set_over_the_file() {
     assert_eq!(config.node("left").unwrap().threads, Some(3));
     assert_eq!(config.replicas[1].layers, Some(vec![30]));
     assert_eq!(config.kv.memory, 64 << 20);
+    assert_eq!(config.kv.dtype, Some(KvType::Int8));
     assert_eq!(config.cluster.name, "lab");
-    assert_eq!(config.overrides().len(), 6);
+    assert_eq!(config.overrides().len(), 7);
 
     let before = config.clone();
     let error = config.set("scheduler.step_token", "64").unwrap_err().to_string();
@@ -136,6 +139,8 @@ fn values_are_set_over_the_file() {
     assert!(error.contains("127.0.0.1:7400 is there twice"), "{error}");
     let error = config.set("kv.block_tokens", "zero").unwrap_err().to_string();
     assert!(error.contains("must be an integer, not a string"), "{error}");
+    let error = config.set("kv.dtype", "fp16").unwrap_err().to_string();
+    assert!(error.contains("not a known word") && error.contains("f16"), "{error}");
     assert_eq!(config, before);
 }
 

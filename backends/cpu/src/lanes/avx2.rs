@@ -76,6 +76,7 @@ macro_rules! half_dot {
 unsafe impl Lanes for Avx2 {
     type I = (__m256i, __m256i);
     const SIGNED_BYTES: bool = true;
+    const WIDE: bool = false;
 
     #[inline(always)]
     fn splat(x: f32) -> Self {
@@ -191,6 +192,16 @@ unsafe impl Lanes for Avx2 {
         ))
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u8) {
+        op!({
+            _mm_storeu_si128(p.cast(), _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0));
+            _mm_storeu_si128(
+                p.add(16).cast(),
+                _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.1),
+            );
+        })
+    }
+    #[inline(always)]
     unsafe fn load_bf16(p: *const u8) -> Self {
         op!({
             let a = _mm256_cvtepu16_epi32(_mm_loadu_si128(p.cast()));
@@ -204,6 +215,13 @@ unsafe impl Lanes for Avx2 {
     #[inline(always)]
     unsafe fn i_load(p: *const u8) -> Self::I {
         op!((_mm256_loadu_si256(p.cast()), _mm256_loadu_si256(p.add(32).cast())))
+    }
+    #[inline(always)]
+    unsafe fn i_store(v: Self::I, p: *mut u8) {
+        op!({
+            _mm256_storeu_si256(p.cast(), v.0);
+            _mm256_storeu_si256(p.add(32).cast(), v.1);
+        })
     }
     #[inline(always)]
     unsafe fn i_load_u8(p: *const u8) -> Self::I {

@@ -39,6 +39,7 @@ macro_rules! tree {
 unsafe impl Lanes for Avx512 {
     type I = __m512i;
     const SIGNED_BYTES: bool = false;
+    const WIDE: bool = true;
 
     #[inline(always)]
     fn splat(x: f32) -> Self {
@@ -125,6 +126,13 @@ unsafe impl Lanes for Avx512 {
         op!(Self(_mm512_cvtph_ps(_mm256_loadu_si256(p.cast()))))
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u8) {
+        op!({
+            let halves = _mm512_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0);
+            _mm256_storeu_si256(p.cast(), halves);
+        })
+    }
+    #[inline(always)]
     unsafe fn load_bf16(p: *const u8) -> Self {
         op!({
             let v = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p.cast()));
@@ -134,6 +142,10 @@ unsafe impl Lanes for Avx512 {
     #[inline(always)]
     unsafe fn i_load(p: *const u8) -> Self::I {
         op!(_mm512_loadu_si512(p.cast()))
+    }
+    #[inline(always)]
+    unsafe fn i_store(v: Self::I, p: *mut u8) {
+        op!(_mm512_storeu_si512(p.cast(), v))
     }
     #[inline(always)]
     unsafe fn i_load_u8(p: *const u8) -> Self::I {

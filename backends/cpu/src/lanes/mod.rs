@@ -39,6 +39,8 @@ pub(crate) enum Codes {
 pub(crate) unsafe trait Lanes: Copy + 'static {
     /// Sixteen int32 lanes, or 64 bytes.
     type I: Copy;
+    /// Whether some 28 values of lanes fit into registers; half as many otherwise.
+    const WIDE: bool;
 
     fn splat(x: f32) -> Self;
     /// # Safety
@@ -76,12 +78,19 @@ pub(crate) unsafe trait Lanes: Copy + 'static {
     /// # Safety
     /// `p` points to 16 readable float16 values.
     unsafe fn load_f16(p: *const u8) -> Self;
+    /// Stores float16 values, rounded to nearest, ties to even.
+    /// # Safety
+    /// `p` points to 32 writable bytes.
+    unsafe fn store_f16(self, p: *mut u8);
     /// # Safety
     /// `p` points to 16 readable bfloat16 values.
     unsafe fn load_bf16(p: *const u8) -> Self;
     /// # Safety
     /// `p` points to 64 readable bytes.
     unsafe fn i_load(p: *const u8) -> Self::I;
+    /// # Safety
+    /// `p` points to 64 writable bytes.
+    unsafe fn i_store(v: Self::I, p: *mut u8);
     /// Sixteen bytes, zero-extended.
     /// # Safety
     /// `p` points to 16 readable bytes.
@@ -149,11 +158,21 @@ pub(crate) unsafe fn dispatch<K: Kernel>(path: Path, kernel: K) {
         Path::Avx2 => unsafe { avx2::enter(kernel) },
         #[cfg(target_arch = "x86_64")]
         // SAFETY: the caller vouches for both.
-        Path::Avx512 => unsafe { avx512::enter(kernel) },
+        Path::Avx512 | Path::Amx => unsafe { avx512::enter(kernel) },
         #[cfg(not(target_arch = "x86_64"))]
         // SAFETY: as above; other paths cannot be chosen on this architecture.
         _ => unsafe { kernel.run::<Scalar>() },
     }
+}
+
+/// Runs `kernel` on 512-bit lanes: for kernels that only processors with them have a use for.
+///
+/// # Safety
+/// As [`dispatch`], for the path [`Path::Avx512`].
+#[cfg(target_arch = "x86_64")]
+pub(crate) unsafe fn dispatch_wide<K: Kernel>(kernel: K) {
+    // SAFETY: the caller vouches for both.
+    unsafe { avx512::enter(kernel) }
 }
 
 /// Loads `n <= 16` floats, the other lanes zero.

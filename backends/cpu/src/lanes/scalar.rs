@@ -34,6 +34,7 @@ unsafe impl Lanes for Scalar {
     /// Little-endian bytes of a lane are bytes of the int32.
     type I = [i32; LANES];
     const SIGNED_BYTES: bool = false;
+    const WIDE: bool = false;
 
     #[inline(always)]
     fn splat(x: f32) -> Self {
@@ -117,6 +118,12 @@ unsafe impl Lanes for Scalar {
         Self(each!(i => f16::from_le_bytes(raw[i]).to_f32()))
     }
     #[inline(always)]
+    unsafe fn store_f16(self, p: *mut u8) {
+        let raw: [[u8; 2]; LANES] = each!(i => f16::from_f32(self.0[i]).to_le_bytes());
+        // SAFETY: 32 bytes are writable.
+        unsafe { p.cast::<[[u8; 2]; LANES]>().write_unaligned(raw) }
+    }
+    #[inline(always)]
     unsafe fn load_bf16(p: *const u8) -> Self {
         // SAFETY: 32 bytes are readable.
         let raw = unsafe { p.cast::<[[u8; 2]; LANES]>().read_unaligned() };
@@ -127,6 +134,12 @@ unsafe impl Lanes for Scalar {
         // SAFETY: 64 bytes are readable.
         let raw = unsafe { p.cast::<[[u8; 4]; LANES]>().read_unaligned() };
         each!(i => i32::from_le_bytes(raw[i]))
+    }
+    #[inline(always)]
+    unsafe fn i_store(v: Self::I, p: *mut u8) {
+        let raw: [[u8; 4]; LANES] = each!(i => v[i].to_le_bytes());
+        // SAFETY: 64 bytes are writable.
+        unsafe { p.cast::<[[u8; 4]; LANES]>().write_unaligned(raw) }
     }
     #[inline(always)]
     unsafe fn i_load_u8(p: *const u8) -> Self::I {

@@ -3,7 +3,7 @@
 
 use bytes::Bytes;
 use dunlin_backend::quant::dequantize_row;
-use dunlin_backend::{Backend, DType, HostTensor, LinearPart, Part};
+use dunlin_backend::{Backend, DType, HostTensor, KvDtype, LinearPart, Part};
 use dunlin_cpu::{CpuBackend, CpuOptions, CpuTensor, Path, Precision};
 use half::{bf16, f16};
 
@@ -85,7 +85,13 @@ pub fn dequantised(t: &HostTensor, part: &Part) -> Vec<Vec<f32>> {
 }
 
 pub fn backend(path: Path, precision: Precision, threads: usize) -> CpuBackend {
-    CpuBackend::new(CpuOptions { threads, precision, path: Some(path) }).unwrap()
+    CpuBackend::new(CpuOptions { threads, precision, kv: None, path: Some(path) }).unwrap()
+}
+
+/// A backend in fast mode whose KV stores hold `kv`.
+pub fn backend_with_kv(path: Path, threads: usize, kv: KvDtype) -> CpuBackend {
+    let precision = Precision::Fast;
+    CpuBackend::new(CpuOptions { threads, precision, kv: Some(kv), path: Some(path) }).unwrap()
 }
 
 /// The paths of this machine; a test of equality wants more than one.
