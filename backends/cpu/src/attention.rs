@@ -8,7 +8,7 @@
 //! those without a visible key are skipped, so neither block size nor chunk boundaries matter. Keys
 //! that are not visible are never read into a result, whatever they hold.
 //!
-//! Queries that share keys are taken six at a time: each key and value is loaded (and widened) once
+//! Queries that share keys are taken up to six at a time: each key and value is loaded (and widened) once
 //! for all of them, and sums stay in registers. How many share a load changes no bit.
 
 // Indices run over several register arrays at once, whose loops the compiler unrolls.
@@ -214,13 +214,17 @@ unsafe fn attend<L: Lanes, E: KvElement>(
                 value_scales: scales.map(|(_, values)| at(values).cast()),
             };
             let mut done = 0;
-            while let Some(some) = queries[done..].first_chunk_mut::<6>() {
-                step::<L, E, 6>(a, &span, some);
-                done += 6;
+            if L::REGISTERS >= 32 {
+                while let Some(some) = queries[done..].first_chunk_mut::<6>() {
+                    step::<L, E, 6>(a, &span, some);
+                    done += 6;
+                }
             }
-            while let Some(some) = queries[done..].first_chunk_mut::<3>() {
-                step::<L, E, 3>(a, &span, some);
-                done += 3;
+            if L::REGISTERS >= 8 {
+                while let Some(some) = queries[done..].first_chunk_mut::<3>() {
+                    step::<L, E, 3>(a, &span, some);
+                    done += 3;
+                }
             }
             for one in &mut queries[done..] {
                 step::<L, E, 1>(a, &span, std::array::from_mut(one));
@@ -264,14 +268,12 @@ unsafe fn step<L: Lanes, E: KvElement, const N: usize>(
     // SAFETY: the span's tiles have 16 tokens of `head_dim` elements each.
     unsafe {
         let mut scores = [[L::splat(0.0); SPAN_TILES]; N];
-        let tiles = high.div_ceil(KV_TILE);
-        match (L::WIDE, N) {
-            (true, _) if tiles <= 2 => dots::<L, E, N, 2>(a, span, 0, queries, &mut scores),
-            (true, _) | (_, 1) => dots::<L, E, N, 4>(a, span, 0, queries, &mut scores),
-            (_, 3) => (0..tiles).step_by(2).for_each(|m| {
+        if L::REGISTERS >= 32 || N == 1 {
+            dots::<L, E, N, SPAN_TILES>(a, span, 0, queries, &mut scores);
+        } else {
+            for m in (0..high.div_ceil(KV_TILE)).step_by(2) {
                 dots::<L, E, N, 2>(a, span, m, queries, &mut scores);
-            }),
-            _ => (0..tiles).for_each(|m| dots::<L, E, N, 1>(a, span, m, queries, &mut scores)),
+            }
         }
         for n in 0..N {
             if !seen[n].is_empty() {
@@ -282,22 +284,23 @@ unsafe fn step<L: Lanes, E: KvElement, const N: usize>(
                 }
             }
         }
-        // In the order of the keys: what only some see lies before and behind what all see.
-        if N == 1 || from >= to {
-            for n in 0..N {
-                add_values::<L, E, 1>(a, span, seen[n].clone(), &[&weights[n]], [queries[n].out]);
-            }
-            return;
-        }
-        for n in 0..N {
-            let before = seen[n].start..from;
-            add_values::<L, E, 1>(a, span, before, &[&weights[n]], [queries[n].out]);
-        }
         let outs = std::array::from_fn(|n| queries[n].out);
-        add_values::<L, E, N>(a, span, from..to, &std::array::from_fn(|n| &weights[n]), outs);
-        for n in 0..N {
-            let behind = to..seen[n].end;
-            add_values::<L, E, 1>(a, span, behind, &[&weights[n]], [queries[n].out]);
+        let all = std::array::from_fn(|n| &weights[n]);
+        if N == 1 {
+            return add_values::<L, E, N>(a, span, seen[0].clone(), &all, outs);
+        }
+        // In the order of the keys: what only some see lies before and behind what all see.
+        let to = to.max(from.min(SPAN));
+        for part in 0..3 {
+            if part == 1 {
+                add_values::<L, E, N>(a, span, from..to, &all, outs);
+                continue;
+            }
+            for n in 0..N {
+                let Range { start, end } = seen[n].clone();
+                let own = if part == 0 { start..end.min(from) } else { start.max(to)..end };
+                add_values::<L, E, 1>(a, span, own, &[&weights[n]], [queries[n].out]);
+            }
         }
     }
 }
@@ -411,13 +414,12 @@ unsafe fn add_values<L: Lanes, E: KvElement, const N: usize>(
     let mut e = 0;
     // SAFETY: elements below `d` of the outputs; values are padded to whole vectors.
     unsafe {
-        if L::WIDE || N == 1 {
+        if L::REGISTERS >= 32 || N == 1 {
             while e + 4 * LANES <= d {
                 add_part::<L, E, N, 4>(a, span, &seen, weights, outs, e, 4 * LANES);
                 e += 4 * LANES;
             }
-        }
-        if L::WIDE || N <= 3 {
+        } else {
             while e + 2 * LANES <= d {
                 add_part::<L, E, N, 2>(a, span, &seen, weights, outs, e, 2 * LANES);
                 e += 2 * LANES;

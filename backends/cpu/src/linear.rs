@@ -220,8 +220,15 @@ impl Plan<'_> {
                         #[cfg(test)]
                         (Precision::Fast, Some(Unit::Soft)) => {
                             let form = PhantomData::<(format::$f, crate::tiles::Soft)>;
-                            // SAFETY: as above.
-                            unsafe { dispatch(path, TileFast { job, input, panels, form }) }
+                            let kernel = TileFast { job, input, panels, form };
+                            // SAFETY: as above. Two kinds of lanes will do.
+                            unsafe {
+                                match path {
+                                    #[cfg(target_arch = "x86_64")]
+                                    Path::Avx512 => dispatch_wide(kernel),
+                                    _ => kernel.run::<crate::lanes::Scalar>(),
+                                }
+                            }
                         }
                         (Precision::Fast, _) => run!(Fast<format::$f>),
                         (Precision::Exact, _) => run!(Exact<format::$f>),

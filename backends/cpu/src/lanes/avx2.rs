@@ -76,7 +76,7 @@ macro_rules! half_dot {
 unsafe impl Lanes for Avx2 {
     type I = (__m256i, __m256i);
     const SIGNED_BYTES: bool = true;
-    const WIDE: bool = false;
+    const REGISTERS: usize = 8;
 
     #[inline(always)]
     fn splat(x: f32) -> Self {

@@ -39,7 +39,7 @@ macro_rules! tree {
 unsafe impl Lanes for Avx512 {
     type I = __m512i;
     const SIGNED_BYTES: bool = false;
-    const WIDE: bool = true;
+    const REGISTERS: usize = 32;
 
     #[inline(always)]
     fn splat(x: f32) -> Self {

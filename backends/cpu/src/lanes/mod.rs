@@ -39,8 +39,8 @@ pub(crate) enum Codes {
 pub(crate) unsafe trait Lanes: Copy + 'static {
     /// Sixteen int32 lanes, or 64 bytes.
     type I: Copy;
-    /// Whether some 28 values of lanes fit into registers; half as many otherwise.
-    const WIDE: bool;
+    /// How many values of lanes fit into registers, about.
+    const REGISTERS: usize;
 
     fn splat(x: f32) -> Self;
     /// # Safety

@@ -34,7 +34,7 @@ unsafe impl Lanes for Scalar {
     /// Little-endian bytes of a lane are bytes of the int32.
     type I = [i32; LANES];
     const SIGNED_BYTES: bool = false;
-    const WIDE: bool = false;
+    const REGISTERS: usize = 1;
 
     #[inline(always)]
     fn splat(x: f32) -> Self {

@@ -100,14 +100,14 @@ unsafe fn tiles<L: Lanes, F: Format, T: Tiles, const N: usize>(
             unit.products(a, code_bytes, sums.0.as_mut_ptr());
             let (scale, min) = scale_min::<L, F>(l, base, b);
             for n in 0..N {
-                for t in 0..TILE_ROWS {
+                for (t, acc) in acc[n].iter_mut().enumerate() {
                     let block = &*a[n].add(t);
                     let sum = sums.0.as_ptr().add(n * TILE_SUMS + t * LANES);
                     let dot = L::i_add(L::i_load(sum.cast()), L::i_splat(offset_term::<F>(block)));
                     let dot = L::to_f32(dot);
-                    acc[n][t] = scale.mul(L::splat(block.d)).fma(dot, acc[n][t]);
+                    *acc = scale.mul(L::splat(block.d)).fma(dot, *acc);
                     if has_minimum::<F>() {
-                        acc[n][t] = min.fma(L::splat(block.sum), acc[n][t]);
+                        *acc = min.fma(L::splat(block.sum), *acc);
                     }
                 }
             }
