@@ -4,7 +4,8 @@
 //! Bounds. Exact: each of the ten golden logits within [`LOGIT_BOUND`], and the same likeliest
 //! token wherever the golden's margin is above [`CLEAR_MARGIN`] (float32 itself is only good to
 //! some 1e-4 here). Fast against exact, over the same positions: mean KL divergence at most
-//! [`MEAN_KL`] nats, the same likeliest token in at least [`AGREEMENT`] of them.
+//! [`MEAN_KL`] nats, the same likeliest token in at least [`AGREEMENT`] of them ([`INT8_AGREEMENT`]
+//! with int8 KV).
 //!
 //! The models are fetched by `tools/test`; the tiny ones lie in `tests/data`. How the goldens were
 //! made: `tools/make_fixtures.py` and the `meta` of each file.
@@ -29,6 +30,8 @@ const LOGIT_BOUND: f32 = 5e-3;
 const CLEAR_MARGIN: f32 = 0.01;
 const MEAN_KL: f64 = 0.01;
 const AGREEMENT: f64 = 0.97;
+/// Of int8 KV, which nobody gets who did not ask for it.
+const INT8_AGREEMENT: f64 = 0.95;
 
 fn cpu(precision: Precision) -> CpuBackend {
     CpuBackend::new(CpuOptions { precision, ..CpuOptions::default() }).expect("a CPU backend")
@@ -139,7 +142,8 @@ fn exact_and_fast(model: &ModelFiles, goldens: &[Golden]) {
         let (mean, share) = (kl[i] / count as f64, agreed[i] as f64 / count as f64);
         println!("fast, {kv:?} KV: {count} positions, mean KL {mean:.5}, {share:.4} agree");
         assert!(mean <= MEAN_KL, "{kv:?}: mean KL {mean} over {count} positions");
-        assert!(share >= AGREEMENT, "{kv:?}: the same token in {share} of {count} positions");
+        let bound = if kv == KvDtype::Int8 { INT8_AGREEMENT } else { AGREEMENT };
+        assert!(share >= bound, "{kv:?}: the same token in {share} of {count} positions");
     }
 }
 
