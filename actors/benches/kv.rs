@@ -48,7 +48,7 @@ fn one_token_each(bencher: Bencher, sequences: u32) {
     const OUTPUT: usize = 256;
     let mut kv = kv();
     let mut all: Vec<(TableId, Chain, Vec<u32>)> = Vec::new();
-    let mut begin = |kv: &mut Kv, all: &mut Vec<(TableId, Chain, Vec<u32>)>| {
+    let begin = |kv: &mut Kv, all: &mut Vec<(TableId, Chain, Vec<u32>)>| {
         for (table, ..) in all.drain(..) {
             kv.release(table).expect("a live table");
         }
