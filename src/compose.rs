@@ -20,7 +20,7 @@ use dunlin_runtime::telemetry::{RUNTIME_METRICS, init_metrics};
 use dunlin_runtime::transport::quic::{QuicOptions, QuicTransport};
 use dunlin_runtime::{Incarnation, Node, NodeName, StartError};
 
-use crate::engines::{self, HashEngines, ModelEngines, NodeDevices};
+use crate::engines::{self, ModelEngines, NodeDevices};
 use crate::models;
 use crate::text::ModelText;
 
@@ -71,7 +71,7 @@ async fn computing(config: &ClusterConfig, name: &NodeName, own: &NodeConfig) ->
         let spec = hash_spec(config, options);
         let text = ByteModel::new(spec.vocab, options.context);
         let text = own.http.map(|_| Arc::new(text) as Arc<dyn TextModel>);
-        return Ok((Arc::new(HashEngines::new(spec, &devices)), text));
+        return Ok((Arc::new(engines::hash_engines(spec, &devices)), text));
     }
     if let Some(at) = own.devices.iter().position(|id| !engines::is_known(id)) {
         let key = format!("node.{name}.devices.{at}");

@@ -9,12 +9,13 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use dunlin_actors::engines::{BuildError, Engines, ModelShape};
+use dunlin_actors::hash_engines::HashEngines;
 use dunlin_actors::messages::{DeviceDescription, NodeDescription};
 use dunlin_backend::{Backend, KvDtype};
 use dunlin_cpu::{CpuBackend, CpuError, CpuOptions, Precision};
 use dunlin_model::engine::{Engine, StageSpec};
 use dunlin_model::error::LoadError;
-use dunlin_model::hash_engine::{HashEngine, HashSpec};
+use dunlin_model::hash_engine::HashSpec;
 use dunlin_model::loader::ModelFiles;
 use dunlin_model::manifest::Manifest;
 use dunlin_model::split::{plan_split, split_layers};
@@ -291,6 +292,13 @@ fn device_description(
     DeviceDescription { id: id.to_string(), description, total_bytes: total, free_bytes: free }
 }
 
+/// The hash engine on each of this node's devices.
+pub fn hash_engines(spec: HashSpec, devices: &NodeDevices) -> HashEngines {
+    let count = devices.ids.len() as u64;
+    let one = |id: &String| device_description(id, "hash engine".into(), devices.memory, count);
+    HashEngines::new(spec, devices.ids.iter().map(one).collect())
+}
+
 /// Total and available memory in bytes; without `/proc`, as much as it takes.
 fn machine_memory() -> (u64, u64) {
     let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
@@ -364,82 +372,6 @@ fn namespace(parts: &[&str]) -> [u8; 16] {
     let mut namespace = [0; 16];
     hasher.finalize_xof().fill(&mut namespace);
     namespace
-}
-
-/// The hash engine on every device.
-pub struct HashEngines {
-    shape: HashShape,
-    devices: Vec<String>,
-    memory: Option<u64>,
-}
-
-struct HashShape(HashSpec);
-
-impl HashEngines {
-    pub fn new(spec: HashSpec, devices: &NodeDevices) -> HashEngines {
-        let (devices, memory) = (devices.ids.clone(), devices.memory);
-        HashEngines { shape: HashShape(spec), devices, memory }
-    }
-}
-
-impl Engines for HashEngines {
-    fn describe(&self) -> NodeDescription {
-        let count = self.devices.len() as u64;
-        let one = |id: &String| device_description(id, "hash engine".into(), self.memory, count);
-        NodeDescription {
-            devices: self.devices.iter().map(one).collect(),
-            model_hash: format!("hash {:?}", self.shape.0),
-            version: env!("CARGO_PKG_VERSION").to_string(),
-        }
-    }
-
-    fn shape(&self) -> &dyn ModelShape {
-        &self.shape
-    }
-
-    fn build(&self, _: &str, spec: &StageSpec) -> Result<Box<dyn Engine>, BuildError> {
-        let engine = HashEngine::new(self.shape.0.clone(), spec.clone());
-        Ok(Box::new(engine.map_err(|e| e.to_string())?))
-    }
-}
-
-impl ModelShape for HashShape {
-    fn name(&self) -> &str {
-        "hash"
-    }
-
-    fn layers(&self) -> usize {
-        self.0.layers
-    }
-
-    fn context(&self) -> usize {
-        self.0.context
-    }
-
-    fn split_layers(&self, weights: &[f32]) -> Vec<usize> {
-        split_layers(self.0.layers, weights)
-    }
-
-    fn check_ranks(&self, ranks: usize) -> Result<(), String> {
-        let most = self.0.heads;
-        if ranks <= most {
-            Ok(())
-        } else {
-            Err(format!("the hash engine splits over {most} ranks"))
-        }
-    }
-
-    fn stage_bytes(&self, _: &StageSpec) -> u64 {
-        0
-    }
-
-    fn kv_block_bytes(&self, spec: &StageSpec) -> u64 {
-        HashEngine::kv_block_bytes(&self.0, spec)
-    }
-
-    fn cache_namespace(&self) -> [u8; 16] {
-        namespace(&["hash", &format!("{:?}", self.0)])
-    }
 }
 
 #[cfg(test)]

@@ -8,30 +8,21 @@ use dunlin_model::split::split_layers;
 
 pub struct HashEngines {
     shape: HashShape,
-    devices: Vec<String>,
-    /// Of each device.
-    bytes: u64,
+    devices: Vec<DeviceDescription>,
 }
 
 struct HashShape(HashSpec);
 
 impl HashEngines {
-    /// `bytes`: what each device pretends to have free.
-    pub fn new(spec: HashSpec, devices: Vec<String>, bytes: u64) -> HashEngines {
-        HashEngines { shape: HashShape(spec), devices, bytes }
+    pub fn new(spec: HashSpec, devices: Vec<DeviceDescription>) -> HashEngines {
+        HashEngines { shape: HashShape(spec), devices }
     }
 }
 
 impl Engines for HashEngines {
     fn describe(&self) -> NodeDescription {
-        let device = |id: &String| DeviceDescription {
-            id: id.clone(),
-            description: "hash engine".into(),
-            total_bytes: self.bytes,
-            free_bytes: self.bytes,
-        };
         NodeDescription {
-            devices: self.devices.iter().map(device).collect(),
+            devices: self.devices.clone(),
             model_hash: format!("hash {:?}", self.shape.0),
             version: env!("CARGO_PKG_VERSION").to_string(),
         }

@@ -9,6 +9,7 @@ use dunlin_actors::engines::Compute;
 use dunlin_actors::hash_engines::HashEngines;
 use dunlin_actors::host::config::{host_options, node_options};
 use dunlin_actors::host::{Host, HostParts};
+use dunlin_actors::messages::DeviceDescription;
 use dunlin_runtime::config::NodeConfig;
 use dunlin_runtime::supervise::Backoff;
 use dunlin_runtime::transport::memory::Rules;
@@ -332,7 +333,13 @@ impl Start {
         let compute = Compute::Inline { step_cost: spec.step_cost, token_cost: spec.token_cost };
         let mut free = spec.clone();
         (free.step_cost, free.token_cost) = Default::default();
-        let engines = HashEngines::new(free, self.own.devices.clone(), DEVICE_BYTES);
+        let devices = self.own.devices.iter().map(|id| DeviceDescription {
+            id: id.clone(),
+            description: "hash engine".into(),
+            total_bytes: DEVICE_BYTES,
+            free_bytes: DEVICE_BYTES,
+        });
+        let engines = HashEngines::new(free, devices.collect());
         let mut host = host_options(&self.setup.config, &self.own, Duration::ZERO);
         // Requests come from the simulator's own clients.
         host.http = None;
