@@ -96,6 +96,7 @@ fn hold_to_manifest(files: &mut ModelFiles) {
         if let Err(error) = Manifest::make(&files, 1).write(&files) {
             tracing::info!(%error, "later loads cannot be compared with this one");
         }
+        files.release();
     });
 }
 
@@ -227,6 +228,8 @@ impl<B: Backend> State<B> {
             StageError::Load(LoadError::Changed { .. }) => BuildError::Weights(error.to_string()),
             _ => BuildError::Other(error.to_string()),
         })?);
+        // The device has its own now.
+        files.release();
         let bytes = weights.bytes(self.backend.as_ref());
         self.loaded = Some(Loaded { part, weights: weights.clone(), bytes });
         Ok(weights)

@@ -9,7 +9,7 @@
 //! know what any key means except `general.alignment` and `split.count`.
 
 use crate::error::LoadError;
-use crate::map::map_file;
+use crate::map::{Mapped, map_file};
 use bytes::Bytes;
 use dunlin_backend::{DType, HostTensor};
 use std::collections::BTreeMap;
@@ -37,6 +37,8 @@ pub struct Gguf {
     /// The whole file, and how much of it is header, metadata and tensor table.
     file: Bytes,
     header_len: usize,
+    /// Unless `file` came from elsewhere.
+    map: Option<Mapped>,
 }
 
 /// Where a tensor lies in the data section.
@@ -73,7 +75,8 @@ pub struct Array {
 impl Gguf {
     /// Maps and checks the file at `path`.
     pub fn open(path: &Path) -> Result<Self, LoadError> {
-        Self::parse(path, map_file(path)?)
+        let map = map_file(path)?;
+        Ok(Self { map: Some(map.clone()), ..Self::parse(path, map.bytes())? })
     }
 
     /// Checks `file`; `path` is only for messages.
@@ -112,7 +115,20 @@ impl Gguf {
             .min(file.len());
         let data = file.slice(start..);
         check_layout(path, &tensors, data.len())?;
-        Ok(Self { path: path.to_owned(), metadata, tensors, data, header_len: end, file })
+        Ok(Self {
+            path: path.to_owned(),
+            metadata,
+            tensors,
+            data,
+            header_len: end,
+            file,
+            map: None,
+        })
+    }
+
+    /// See [`Mapped::release`].
+    pub fn release(&self) {
+        self.map.iter().for_each(Mapped::release);
     }
 
     pub fn path(&self) -> &Path {

@@ -87,6 +87,15 @@ impl ModelFiles {
         Ok(Self { path: folder.to_owned(), spec, weights, manifest: None })
     }
 
+    /// Gives back the memory that the mapped files take; they stay readable. For when the weights
+    /// have been loaded somewhere else.
+    pub fn release(&self) {
+        match &self.weights {
+            Weights::Gguf(file) => file.release(),
+            Weights::Folder { tensors, .. } => tensors.release(),
+        }
+    }
+
     /// From now on every tensor is compared with this as it is loaded.
     pub fn hold_to(&mut self, manifest: Manifest) {
         self.manifest = Some(Arc::new(manifest));

@@ -5,7 +5,7 @@
 //! this crate does not compute with (masks, position ids) may be present but cannot be asked for.
 
 use crate::error::LoadError;
-use crate::map::{map_file, read_json};
+use crate::map::{Mapped, map_file, read_json};
 use bytes::Bytes;
 use dunlin_backend::{DType, HostTensor};
 use safetensors::tensor::{Dtype, Metadata};
@@ -25,6 +25,7 @@ pub struct SafeTensors {
     path: PathBuf,
     tensors: BTreeMap<String, Entry>,
     shards: Vec<Shard>,
+    maps: Vec<Mapped>,
 }
 
 /// One mapped file.
@@ -53,7 +54,7 @@ impl SafeTensors {
         if index.exists() {
             return Self::open_sharded(folder, &index);
         }
-        Self::parse(&[(folder.join(SINGLE), map_file(&folder.join(SINGLE))?)])
+        Self::map(vec![folder.join(SINGLE)])
     }
 
     fn open_sharded(folder: &Path, index: &Path) -> Result<Self, LoadError> {
@@ -65,13 +66,7 @@ impl SafeTensors {
             let reason = format!("names {} files, the limit is {MAX_SHARDS}", names.len());
             return Err(LoadError::unsupported(index, reason));
         }
-        let mut files = Vec::new();
-        for name in names {
-            let path = folder.join(name);
-            let file = map_file(&path)?;
-            files.push((path, file));
-        }
-        let all = Self::parse(&files)?;
+        let all = Self::map(names.into_iter().map(|name| folder.join(name)).collect())?;
         for (tensor, file) in &map {
             let found = all.tensors.get(tensor).and_then(|e| all.shards.get(e.shard));
             if found.is_none_or(|s| s.path != folder.join(file)) {
@@ -82,10 +77,21 @@ impl SafeTensors {
         Ok(all)
     }
 
+    fn map(paths: Vec<PathBuf>) -> Result<Self, LoadError> {
+        let maps = paths.iter().map(|path| map_file(path)).collect::<Result<Vec<_>, _>>()?;
+        let files: Vec<_> = paths.into_iter().zip(maps.iter().map(Mapped::bytes)).collect();
+        Ok(Self { maps, ..Self::parse(&files)? })
+    }
+
+    /// See [`Mapped::release`].
+    pub fn release(&self) {
+        self.maps.iter().for_each(Mapped::release);
+    }
+
     /// Checks the given files; paths are only for messages.
     pub fn parse(files: &[(PathBuf, Bytes)]) -> Result<Self, LoadError> {
         let path = files.first().map(|f| f.0.clone()).unwrap_or_default();
-        let mut all = Self { path, tensors: BTreeMap::new(), shards: Vec::new() };
+        let mut all = Self { path, tensors: BTreeMap::new(), shards: Vec::new(), maps: Vec::new() };
         for (path, file) in files {
             let (header, data_start) = header(path, file)?;
             let size = file.len() - data_start;
