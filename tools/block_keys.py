@@ -5,22 +5,18 @@ Usage: python3 -m pip install blake3 && python3 tools/block_keys.py
 import struct
 import blake3
 
-SCHEMA = 1
-
-
-def cut(data: bytes) -> bytes:
-    return blake3.blake3(data).digest()[:16]
+SCHEMA = 2
 
 
 def keys(namespace: int, block: int, tenant: str, salt: str, tokens: list[int]) -> list[str]:
-    data = b"\0" + struct.pack("<I", SCHEMA) + bytes([namespace]) * 16
+    data = struct.pack("<I", SCHEMA) + bytes([namespace]) * 16
     for text in (tenant, salt):
         data += struct.pack("<Q", len(text.encode())) + text.encode()
-    key, out = cut(data), []
+    link, out = blake3.blake3(data).digest(), []
     for at in range(0, len(tokens) - block + 1, block):
-        part = tokens[at : at + block]
-        key = cut(b"\1" + key + struct.pack(f"<{block}I", *part))
-        out.append(key.hex())
+        part = struct.pack(f"<{block}I", *tokens[at : at + block])
+        link = blake3.blake3(part, key=link).digest()
+        out.append(link[:16].hex())
     return out
 
 

@@ -1,20 +1,48 @@
 //! What one routing decision costs: an 8,192-token prompt (512 blocks, hashed anew), N replicas,
 //! each with a warm prefix of its own length in its cache, submit to hand-out and cancel.
 //!
-//! `cargo bench -p dunlin-actors --bench router`
+//! Percentiles come first, of single decisions one after the other; divan's tables follow.
+//!
+//!     cargo bench -p dunlin-actors --bench router
 
 use dunlin_actors::kv::key::Chain;
 use dunlin_actors::messages::*;
 use dunlin_actors::router::{Input, Output, Router, RouterConfig};
 use dunlin_model::sampling::SamplingParams;
 use dunlin_runtime::{Address, NodeName};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 const PROMPT_TOKENS: u32 = 8192;
 const BLOCK_TOKENS: u32 = 16;
 
+/// Decisions that the percentiles are over.
+const DECISIONS: u64 = 4000;
+
 fn main() {
+    println!("{:>10}{:>10}{:>10}  us a decision", "replicas", "p50", "p99");
+    for replicas in [8, 64, 512] {
+        let mut took = decisions(replicas);
+        took.sort_unstable();
+        let at = |percent: usize| took[took.len() * percent / 100].as_secs_f64() * 1e6;
+        println!("{replicas:>10}{:>10.1}{:>10.1}", at(50), at(99));
+    }
+    println!();
     divan::main();
+}
+
+/// Submit to hand-out, each for a prompt of its own object.
+fn decisions(replicas: usize) -> Vec<Duration> {
+    let mut router = router(replicas);
+    let mut took = Vec::new();
+    for id in (0..DECISIONS).map(RequestId) {
+        let input = Input::Submit(Box::new(request(id)));
+        let begun = Instant::now();
+        let outputs = router.handle(Duration::ZERO, input);
+        took.push(begun.elapsed());
+        assert!(outputs.iter().any(|output| matches!(output, Output::Send { .. })));
+        router.handle(Duration::ZERO, Input::Cancel { request: id, stopped: false });
+    }
+    took
 }
 
 #[divan::bench(args = [8, 64, 512])]

@@ -2,23 +2,34 @@
 //!
 //! Keys are chained hashes, so a prompt's cached prefix on a replica is the leading run of its
 //! keys that the replica holds. All replicas are walked at once: per block one look-up and one
-//! AND over a bit set of slots, so the cost is `blocks * slots / 64`, not `blocks * slots`.
+//! AND over a bit set of slots, so the cost is `blocks * slots / 64`, not `blocks * slots`. The walk
+//! ends with the first block that nobody holds, and keys beyond it need not be computed.
 
 use super::fleet::Slot;
 use crate::messages::BlockKey;
+use foldhash::fast::RandomState;
 use std::collections::{HashMap, HashSet};
 
 /// Hash maps are looked up here, never iterated into a decision.
 #[derive(Default)]
 pub(super) struct PrefixIndex {
-    holders: HashMap<BlockKey, Bits>,
-    by_slot: Vec<HashSet<BlockKey>>,
+    holders: HashMap<BlockKey, Bits, RandomState>,
+    by_slot: Vec<HashSet<BlockKey, RandomState>>,
+}
+
+/// One prompt's way through the index.
+pub(super) struct Walk<'a> {
+    index: &'a PrefixIndex,
+    /// Slots that hold every block so far.
+    running: Bits,
+    depth: u32,
+    overlaps: Vec<u32>,
 }
 
 impl PrefixIndex {
     pub fn insert(&mut self, slot: Slot, key: BlockKey) {
         if self.by_slot.len() <= slot.0 {
-            self.by_slot.resize_with(slot.0 + 1, HashSet::new);
+            self.by_slot.resize_with(slot.0 + 1, HashSet::default);
         }
         let Some(keys) = self.by_slot.get_mut(slot.0) else { return };
         if keys.insert(key) {
@@ -45,32 +56,9 @@ impl PrefixIndex {
         self.by_slot.get(slot.0).map_or(0, HashSet::len)
     }
 
-    /// Per slot `0..slots`, how many of the leading `keys` it holds.
-    pub fn overlaps(&self, keys: &[BlockKey], slots: usize) -> Vec<u32> {
-        let mut overlaps = vec![0; slots];
-        let mut running = match keys.first().and_then(|key| self.holders.get(key)) {
-            Some(holders) => holders.clone(),
-            None => return overlaps,
-        };
-        let mut depth = 1;
-        for key in &keys[1..] {
-            let Some(holders) = self.holders.get(key) else { break };
-            running.intersect(holders, |slot| {
-                if let Some(overlap) = overlaps.get_mut(slot) {
-                    *overlap = depth;
-                }
-            });
-            if running.is_empty() {
-                return overlaps;
-            }
-            depth += 1;
-        }
-        running.each(|slot| {
-            if let Some(overlap) = overlaps.get_mut(slot) {
-                *overlap = depth;
-            }
-        });
-        overlaps
+    /// Begins a walk over the slots `0..slots`.
+    pub fn walk(&self, slots: usize) -> Walk<'_> {
+        Walk { index: self, running: Bits::default(), depth: 0, overlaps: vec![0; slots] }
     }
 
     fn drop_holder(&mut self, slot: Slot, key: &BlockKey) {
@@ -80,6 +68,37 @@ impl PrefixIndex {
                 self.holders.remove(key);
             }
         }
+    }
+}
+
+impl Walk<'_> {
+    /// The prompt's next block. False: no slot holds it after all those before.
+    pub fn goes_on(&mut self, key: &BlockKey) -> bool {
+        let Some(holders) = self.index.holders.get(key) else { return false };
+        if self.depth == 0 {
+            self.running = holders.clone();
+        } else {
+            let (depth, overlaps) = (self.depth, &mut self.overlaps);
+            self.running.intersect(holders, |slot| note(overlaps, slot, depth));
+        }
+        if self.running.is_empty() {
+            return false;
+        }
+        self.depth += 1;
+        true
+    }
+
+    /// Per slot, how many of the leading blocks it holds.
+    pub fn end(mut self) -> Vec<u32> {
+        let (depth, overlaps) = (self.depth, &mut self.overlaps);
+        self.running.each(|slot| note(overlaps, slot, depth));
+        self.overlaps
+    }
+}
+
+fn note(overlaps: &mut [u32], slot: usize, depth: u32) {
+    if let Some(overlap) = overlaps.get_mut(slot) {
+        *overlap = depth;
     }
 }
 
@@ -177,7 +196,11 @@ mod tests {
                 prop_assert_eq!(index.blocks(Slot(slot)), held[slot].len());
             }
             let keys: Vec<BlockKey> = (0..length).map(key).collect();
-            prop_assert_eq!(index.overlaps(&keys, slots), naive(&held, &keys));
+            let mut walk = index.walk(slots);
+            let shown = keys.iter().take_while(|key| walk.goes_on(key)).count();
+            let want = naive(&held, &keys);
+            prop_assert_eq!(shown, want.iter().copied().max().unwrap_or(0) as usize);
+            prop_assert_eq!(walk.end(), want);
             for slot in 0..slots { index.forget(Slot(slot)); }
             prop_assert!(index.holders.is_empty(), "forgotten slots leave nothing behind");
         }

@@ -131,8 +131,13 @@ impl Open {
         }
     }
 
-    /// The block keys of its tokens as a replica of this kind computes them.
-    pub fn block_keys(&mut self, namespace: [u8; 16], block_tokens: u32) -> &[BlockKey] {
+    /// Shows the block keys of its tokens, as a replica of this kind computes them, for as long as
+    /// `goes_on` says so.
+    pub fn walk_keys(
+        &mut self,
+        (namespace, block_tokens): ([u8; 16], u32),
+        goes_on: impl FnMut(&BlockKey) -> bool,
+    ) {
         let same = |(space, chain): &([u8; 16], Chain)| {
             *space == namespace && chain.block_tokens() == block_tokens as usize
         };
@@ -142,10 +147,11 @@ impl Open {
             self.chains.push((namespace, Chain::new(&namespace, block_tokens, tenant, cache_salt)));
             self.chains.len() - 1
         });
-        let tokens = self.tokens();
         let chain = &mut self.chains[at].1;
-        chain.extend(&tokens);
-        chain.keys()
+        match self.output.is_empty() {
+            true => chain.walk(&self.request.prompt, goes_on),
+            false => chain.walk(&[&self.request.prompt[..], &self.output].concat(), goes_on),
+        }
     }
 
     /// Prompt and output.

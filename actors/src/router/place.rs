@@ -107,8 +107,9 @@ impl Router {
             let kind = (info.cache_namespace, info.block_tokens);
             let known = walks.iter().position(|(n, b, _)| (*n, *b) == kind);
             let walk = known.unwrap_or_else(|| {
-                let keys = open.block_keys(kind.0, kind.1);
-                walks.push((kind.0, kind.1, self.fleet.index.overlaps(keys, slots)));
+                let mut walk = self.fleet.index.walk(slots);
+                open.walk_keys(kind, |key| walk.goes_on(key));
+                walks.push((kind.0, kind.1, walk.end()));
                 walks.len() - 1
             });
             let blocks = walks[walk].2.get(slot.0).copied().unwrap_or(0);
