@@ -37,7 +37,7 @@ impl Replica {
         };
         Self {
             kv: Kv::new(config).unwrap(),
-            scheduler: Scheduler::new(EPOCH, limits.limits(1, 1 << 20, 1 << 20)),
+            scheduler: Scheduler::new(EPOCH, limits.limits((1, 2), 1 << 20, 1 << 20)),
             now: Duration::ZERO,
             step: 0,
             batch: Batch::default(),

@@ -178,10 +178,11 @@ pub enum RouterCast {
         request: RequestId,
         stopped: bool,
     },
+    /// What came of one input: the tokens of a whole step are one message.
     Scheduler {
         replica: String,
         epoch: ReplicaEpoch,
-        event: SchedulerEvent,
+        events: Vec<SchedulerEvent>,
     },
     /// From placement: this replica may be given work, or may not any more.
     ReplicaUp(ReplicaInfo),
@@ -200,7 +201,7 @@ pub enum RouterCast {
 
 impl Protocol for RouterProtocol {
     const NAME: &'static str = "router";
-    const VERSION: u16 = 1;
+    const VERSION: u16 = 2;
     type Cast = RouterCast;
     type Call = RouterCall;
     type Reply = RouterReply;
@@ -384,13 +385,15 @@ pub struct ShardProtocol;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub enum ShardCast {
     /// Steps of one epoch run in the order of `step`, which rises by one. `claims[i]` is the hash
-    /// of the tokens that sequence `i`'s blocks hold below its position.
-    Run { epoch: ReplicaEpoch, step: u64, batch: Batch, claims: Vec<u64> },
+    /// of the tokens that sequence `i`'s blocks hold below its position. The sequences at `drawn`
+    /// have one token, which is the one that the step before draws for the same request: the step
+    /// was planned before that was known. Only a replica's sole shard is sent such a step.
+    Run { epoch: ReplicaEpoch, step: u64, batch: Batch, claims: Vec<u64>, drawn: Vec<u32> },
 }
 
 impl Protocol for ShardProtocol {
     const NAME: &'static str = "shard";
-    const VERSION: u16 = 2;
+    const VERSION: u16 = 3;
     type Cast = ShardCast;
     type Call = ();
     type Reply = ();

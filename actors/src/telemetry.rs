@@ -101,7 +101,16 @@ pub const ACTOR_METRICS: &[Metric] = &[
         "From the first step to the first token",
     ),
     Metric::histogram("dunlin_iteration_tokens_total", STEP_TOKENS, "Tokens of a step"),
-    Metric::histogram("dunlin_step_seconds", LATENCY_SECONDS, "From a step's plan to its tokens"),
+    Metric::histogram(
+        "dunlin_step_seconds",
+        LATENCY_SECONDS,
+        "From a step's plan, or the end of the step before it, to its tokens",
+    ),
+    Metric::histogram(
+        "dunlin_step_device_seconds",
+        LATENCY_SECONDS,
+        "Of that, what the last stage's device was at work, waits for other shards included",
+    ),
     // shard
     Metric::histogram("dunlin_shard_step_seconds", LATENCY_SECONDS, "Compute time of a step"),
     Metric::counter(

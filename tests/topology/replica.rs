@@ -103,7 +103,7 @@ impl<B: Backend> Models<B> {
         };
         Replica {
             engines: engines.collect(),
-            scheduler: Scheduler::new(EPOCH, config.limits(setup.stages, 512, context)),
+            scheduler: Scheduler::new(EPOCH, config.limits((setup.stages, 2), 512, context)),
             kv: Kv::new(kv).expect("a pool"),
             now: Duration::ZERO,
         }

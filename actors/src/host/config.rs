@@ -7,7 +7,7 @@ use crate::kv::KEY_SCHEMA;
 use crate::placement::core::{Intensity, Replan};
 use crate::placement::planner::{PlanLimits, ReplicaWant};
 use crate::router::RouterConfig;
-use crate::scheduler::SchedulerConfig;
+use crate::scheduler::{Batching, SchedulerConfig};
 use dunlin_model::hash_engine::HashSpec;
 use dunlin_runtime::config::{ClusterConfig, HashEngine, NodeConfig, ShardDevice};
 use dunlin_runtime::{NodeName, NodeOptions, Timing};
@@ -77,7 +77,13 @@ pub fn host_options(
             max_running: scheduler.max_running as usize,
             prefix_cache: config.kv.prefix_cache,
             in_flight: scheduler.steps_in_flight.map(|steps| steps as usize),
+            overlap: scheduler.overlap,
             step_target: None,
+            step_stretch: scheduler.step_stretch,
+            batching: match scheduler.static_batches {
+                true => Batching::Static,
+                false => Batching::Continuous,
+            },
             step_deadline,
         },
         router: RouterConfig {

@@ -7,8 +7,8 @@
 use super::{Input, Note, Output, Router, RouterConfig};
 use crate::facts::{self, tell};
 use crate::messages::{
-    GatewayCast, GatewayProtocol, RouterCall, RouterCast, RouterProtocol, RouterReply,
-    SchedulerCast, SchedulerProtocol, StreamEvent,
+    GatewayCast, GatewayProtocol, ReplicaEpoch, RouterCall, RouterCast, RouterProtocol,
+    RouterReply, SchedulerCast, SchedulerEvent, SchedulerProtocol, StreamEvent,
 };
 use dunlin_runtime::{
     Address, CastError, Export, Inbound, Incarnation, Node, NodeName, PeerEvent, ReplyPort,
@@ -46,6 +46,11 @@ struct RouterActor;
 
 enum Msg {
     Input(Input),
+    Scheduler {
+        replica: String,
+        epoch: ReplicaEpoch,
+        events: Vec<SchedulerEvent>,
+    },
     Call(Input, ReplyPort<RouterReply>),
     Peer(PeerEvent),
     /// The link events were lost by lagging behind: look at the peers themselves.
@@ -90,7 +95,7 @@ impl Actor for RouterActor {
         let export = args.node.export::<RouterProtocol>(ROLE, INSTANCE, move |inbound| {
             // A router that is gone drops the port, and the caller learns of it.
             let _ = inbox.cast(match inbound {
-                Inbound::Cast { msg, .. } => Msg::Input(cast_input(msg)),
+                Inbound::Cast { msg, .. } => cast_msg(msg),
                 Inbound::Call { msg, reply, .. } => Msg::Call(call_input(msg), reply),
             });
         })?;
@@ -115,6 +120,12 @@ impl Actor for RouterActor {
         crate::faulty::message(&state.node, ROLE, INSTANCE, msg.name()).await;
         match msg {
             Msg::Input(input) => state.feed(input, None),
+            Msg::Scheduler { replica, epoch, events } => {
+                for event in events {
+                    let replica = replica.clone();
+                    state.feed(Input::Scheduler { replica, epoch, event }, None);
+                }
+            }
             Msg::Call(input, reply) => state.feed(input, Some(reply)),
             Msg::Peer(event) => state.peer(event),
             Msg::PeersUnknown => state.recheck(),
@@ -146,6 +157,7 @@ impl Msg {
                 Input::Undeliverable(_) => "Undeliverable",
                 Input::Tick => "Tick",
             },
+            Msg::Scheduler { .. } => "Scheduler",
             Msg::Peer(_) => "Peer",
             Msg::PeersUnknown => "PeersUnknown",
             Msg::Wakeup => "Wakeup",
@@ -154,18 +166,18 @@ impl Msg {
     }
 }
 
-fn cast_input(cast: RouterCast) -> Input {
-    match cast {
+fn cast_msg(cast: RouterCast) -> Msg {
+    Msg::Input(match cast {
         RouterCast::Cancel { request, stopped } => Input::Cancel { request, stopped },
-        RouterCast::Scheduler { replica, epoch, event } => {
-            Input::Scheduler { replica, epoch, event }
+        RouterCast::Scheduler { replica, epoch, events } => {
+            return Msg::Scheduler { replica, epoch, events };
         }
         RouterCast::ReplicaUp(info) => Input::ReplicaUp(info),
         RouterCast::ReplicaDown { replica, epoch, reason, suspects } => {
             Input::ReplicaDown { replica, epoch, reason, suspects }
         }
         RouterCast::ReplicaDraining { replica, epoch } => Input::ReplicaDraining { replica, epoch },
-    }
+    })
 }
 
 fn call_input(call: RouterCall) -> Input {

@@ -14,7 +14,6 @@ use crate::messages::{
     RouterProtocol, SchedulerCall, SchedulerCast, SchedulerEvent, SchedulerProtocol,
     SchedulerReply, ShardCast, ShardProtocol,
 };
-use dunlin_model::engine::Batch;
 use dunlin_runtime::{Address, CastError, Export, Inbound, Node, PeerEvent, ReplyPort, mutated};
 use metrics::{Counter, Gauge, Histogram};
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
@@ -91,7 +90,8 @@ impl Actor for SchedulerActor {
     ) -> Result<State, ActorProcessingErr> {
         let batch_tokens = args.plan.shards.iter().map(|place| place.spec.max_tokens).min();
         let context = u32::try_from(args.context).unwrap_or(u32::MAX);
-        let limits = args.config.limits(args.plan.stages, batch_tokens.unwrap_or(1), context);
+        let shape = (args.plan.stages, args.plan.shards.len());
+        let limits = args.config.limits(shape, batch_tokens.unwrap_or(1), context);
         let inbox = myself.clone();
         let export =
             args.node.export::<SchedulerProtocol>(ROLE, &args.plan.replica, move |inbound| {
@@ -245,10 +245,16 @@ impl State {
                 .increment(refused);
             tell(&self.node, facts::STALE_REFUSED, || kind.into(), (0, refused));
         }
+        // The device before the router: it is what everyone waits for.
+        let (mut events, mut outcome) = (Vec::new(), Ok(()));
         for output in outputs {
             match output {
-                Output::Run { step, batch, claims } => self.run(step, batch, claims)?,
-                Output::Event(event) => self.tell_router(event)?,
+                Output::Run { step, batch, claims, drawn } => {
+                    let epoch = self.plan.epoch;
+                    let run = ShardCast::Run { epoch, step, batch, claims, drawn };
+                    outcome = outcome.and_then(|()| self.run(run));
+                }
+                Output::Event(event) => events.push(event),
                 Output::Measured(Measure::Preempted { request }) => {
                     tell(&self.node, facts::PREEMPTED, String::new, (request.0, 0));
                 }
@@ -260,13 +266,17 @@ impl State {
                 Output::Halted { reason } => {
                     tracing::warn!(replica = self.plan.replica, reason, "planning stopped");
                 }
-                Output::Broken { reason, suspects } => return self.broken(reason, suspects),
+                Output::Broken { reason, suspects } => {
+                    outcome = outcome.and_then(|()| self.broken(reason, suspects));
+                }
             }
         }
-        Ok(())
+        let told = if events.is_empty() { Ok(()) } else { self.tell_router(events) };
+        outcome.and(told)
     }
 
-    fn run(&mut self, step: u64, batch: Batch, claims: Vec<u64>) -> Result<(), ActorProcessingErr> {
+    fn run(&mut self, run: ShardCast) -> Result<(), ActorProcessingErr> {
+        let ShardCast::Run { step, ref batch, .. } = run;
         let (seqs, tokens) = (batch.seqs.len(), batch.tokens());
         let span = tracing::debug_span!("step", replica = self.plan.replica, step, seqs, tokens);
         let _entered = span.enter();
@@ -276,14 +286,13 @@ impl State {
         if step.is_multiple_of(AUDIT_EVERY) && self.node.faults().is_armed() {
             self.look_at_books();
         }
-        let run = ShardCast::Run { epoch: self.plan.epoch, step, batch, claims };
         for (index, shard) in self.shards.iter().enumerate() {
             // A deliberate bug: shards are told unlike plans, and their hash is not compared.
             let unlike = (mutated("skip-plan-hash") && index + 1 < self.shards.len()).then(|| {
-                let ShardCast::Run { epoch, step, mut batch, mut claims } = run.clone();
+                let ShardCast::Run { epoch, step, mut batch, mut claims, drawn } = run.clone();
                 batch.seqs.reverse();
                 claims.reverse();
-                ShardCast::Run { epoch, step, batch, claims }
+                ShardCast::Run { epoch, step, batch, claims, drawn }
             });
             let run = unlike.as_ref().unwrap_or(&run);
             if let Err(error) = self.node.cast::<ShardProtocol>(shard, run) {
@@ -301,10 +310,12 @@ impl State {
         }
     }
 
-    fn tell_router(&mut self, event: SchedulerEvent) -> Result<(), ActorProcessingErr> {
-        let spare = matches!(event, SchedulerEvent::Load(_) | SchedulerEvent::KvEvents { .. });
+    fn tell_router(&mut self, events: Vec<SchedulerEvent>) -> Result<(), ActorProcessingErr> {
+        let spare = events.iter().all(|event| {
+            matches!(event, SchedulerEvent::Load(_) | SchedulerEvent::KvEvents { .. })
+        });
         let (replica, epoch) = (self.plan.replica.clone(), self.plan.epoch);
-        let cast = RouterCast::Scheduler { replica, epoch, event };
+        let cast = RouterCast::Scheduler { replica, epoch, events };
         match self.node.cast::<RouterProtocol>(&self.router, &cast) {
             Ok(()) => Ok(()),
             Err(error) if spare => {
@@ -378,6 +389,7 @@ struct Meters {
     prefill_time: Histogram,
     step_tokens: Histogram,
     step_time: Histogram,
+    device_time: Histogram,
     last: LoadReport,
 }
 
@@ -396,6 +408,7 @@ impl Meters {
             prefill_time: metrics::histogram!("dunlin_request_prefill_time_seconds", labels),
             step_tokens: metrics::histogram!("dunlin_iteration_tokens_total", labels),
             step_time: metrics::histogram!("dunlin_step_seconds", labels),
+            device_time: metrics::histogram!("dunlin_step_device_seconds", labels),
             last: LoadReport::default(),
         }
     }
@@ -415,9 +428,10 @@ impl Meters {
         match measure {
             Measure::Queued(took) => self.queue_time.record(took),
             Measure::Prefilled(took) => self.prefill_time.record(took),
-            Measure::Step { tokens, took, .. } => {
+            Measure::Step { tokens, took, micros } => {
                 self.step_tokens.record(tokens as f64);
                 self.step_time.record(took);
+                self.device_time.record(Duration::from_micros(micros));
             }
             Measure::Ended(_) | Measure::Preempted { .. } | Measure::PrefixHit { .. } => {}
         }

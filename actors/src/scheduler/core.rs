@@ -46,8 +46,9 @@ pub enum Input {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Output {
     /// For every shard of the replica. Steps rise by one, from 1. `claims[i]` names the tokens
-    /// below sequence `i`'s position (see [`super::sequence::Claim`]).
-    Run { step: u64, batch: Batch, claims: Vec<u64> },
+    /// below sequence `i`'s position (see [`super::sequence::Claim`]). `drawn` lists the sequences
+    /// whose token is the one that the step before draws for them; what stands there is no token.
+    Run { step: u64, batch: Batch, claims: Vec<u64>, drawn: Vec<u32> },
     /// For the router.
     Event(SchedulerEvent),
     /// A shard reported that a step failed. Nothing more is planned; the shard has told placement.
@@ -66,6 +67,8 @@ pub enum Measure {
     /// From the first step to the first token.
     Prefilled(Duration),
     /// Between two tokens of one request is not measured here: the gateway sees what clients see.
+    /// `took`: since it was planned, or since the step before was done; `micros`: of that, what
+    /// the last stage's device worked on it.
     Step {
         tokens: usize,
         took: Duration,
@@ -107,6 +110,8 @@ pub struct Scheduler {
     broken: bool,
     pub(super) totals: Totals,
     pub(super) pace: Pace,
+    /// With static batching: how many may still join the batch.
+    pub(super) batch_left: usize,
     kv_seq: u64,
     reported: Option<(Duration, LoadReport)>,
     /// What messages call the last stage and those before it.
@@ -136,6 +141,7 @@ impl Scheduler {
             broken: false,
             totals: Totals::default(),
             pace: Pace::default(),
+            batch_left: 0,
             kv_seq: 0,
             reported: None,
             last: "the last stage".into(),
@@ -389,9 +395,9 @@ impl Scheduler {
         let Some(step) = self.steps.pop_front() else { return Ok(()) };
         kv.copies_done(step.copies);
         self.totals.steps += 1;
-        self.pace.step_done(now, step.planned_at, step.prefill_tokens, step.decode_tokens);
-        let (tokens, took) =
-            (step.prefill_tokens + step.decode_tokens, now.saturating_sub(step.planned_at));
+        let (prefill, decode) = (step.prefill_tokens, step.decode_tokens);
+        let took = self.pace.step_done(now, step.planned_at, prefill, decode);
+        let tokens = prefill + decode;
         out.push(Output::Measured(Measure::Step { tokens, took, micros }));
         let mut answers = sampled.into_iter();
         for part in &step.parts {
@@ -419,8 +425,16 @@ impl Scheduler {
         run.in_flight -= 1;
         run.computed = upto;
         let run = *run;
-        if matches!(seq.phase, Phase::Ending { .. }) {
-            return if run.in_flight == 0 { self.close(kv, slot) } else { Ok(()) };
+        if let Phase::Ending { trusted, .. } = seq.phase {
+            if run.in_flight > 0 {
+                return Ok(());
+            }
+            let spoiled = answer.is_some_and(|answer| not_finite(&answer));
+            if trusted && !spoiled && self.limits.prefix_cache {
+                let content = &seq.tokens[..seq.tokens.len().min(upto as usize)];
+                kv.commit(run.table, &mut seq.chain, content, true)?;
+            }
+            return self.close(kv, slot);
         }
         let answer = match answer {
             Some(found) if mutated("sample-nan") => {
@@ -493,7 +507,8 @@ impl Scheduler {
     }
 
     fn tick(&mut self, kv: &Kv, now: Duration, out: &mut Vec<Output>) {
-        let overdue = |step: &&Step| now > step.planned_at + self.limits.step_deadline;
+        let overdue =
+            |step: &&Step| now > self.pace.begun(step.planned_at) + self.limits.step_deadline;
         if let Some(step) = self.steps.front().filter(overdue).filter(|_| !self.broken) {
             let reason = format!(
                 "step {} ({} sequences) was not done by the last stage within {:?}",
@@ -531,6 +546,10 @@ impl Scheduler {
         let all = step.parts.iter();
         all.filter_map(|part| Some(self.seqs[part.slot].as_ref()?.request)).collect()
     }
+}
+
+fn not_finite(answer: &Sampled) -> bool {
+    matches!(answer.token, Err(SampleFailure::NotFinite | SampleFailure::NotFiniteInput))
 }
 
 /// The sequence's length limit, or why it can never run here.

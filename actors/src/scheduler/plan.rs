@@ -3,13 +3,23 @@
 //! In order: a suspect, alone; else running sequences that need one token, the one longest without
 //! a step first; then chunks of running prompts, oldest first; then, if nobody lacked blocks,
 //! waiting requests, preempted ones first and the others by [`super::fairness`]. With several
-//! steps in flight each takes its share of the decoding sequences, so that all stages have work.
+//! batches in flight each takes its share of the decoding sequences, so that all stages have work.
+//!
+//! With overlap the step after the newest one in flight is planned as well: every sequence that
+//! draws a token there is taken to go on with it, and its place is left open. If it ends instead
+//! (a stop token, a cancel, a failure), what that one step computes of it is dropped when it is
+//! done. Such a place never takes blocks from another sequence: it may not be needed.
+//!
+//! Where sequences decode, chunks of prompts are as large as the measured pace allows: a step
+//! should take no more than `step_stretch` times what the decoding alone takes, or each waiting
+//! prompt gets as much of it as each decoding sequence, whichever is more.
 //!
 //! A running sequence that lacks blocks takes them from the latest arrived that is in no step: it
 //! is preempted, and computed anew when its turn comes (its blocks stay cached while they can).
 //! The oldest can always do so, hence it always ends. A request is admitted when all its tokens
 //! find room beside what running prompts still need, so that prompts do not evict each other.
 
+use super::config::Batching;
 use super::core::{Measure, Output, Scheduler};
 use super::sequence::{Phase, Queue, Run, Sequence, Slot};
 use crate::kv::{Copies, Kv, KvError, TableId};
@@ -17,8 +27,10 @@ use crate::messages::FailureCode;
 use dunlin_model::engine::{Batch, BatchSeq};
 use std::time::Duration;
 
-/// Prompt chunks do not shrink below this for the sake of `step_target`.
-const LEAST_CHUNK: usize = 16;
+/// Prompt chunks do not shrink below this for the sake of those who decode.
+const LEAST_CHUNK: usize = 8;
+/// And are this long at first, while nobody knows what a prompt token costs.
+const FIRST_CHUNK: usize = 32;
 
 /// A step in flight.
 #[derive(Debug)]
@@ -53,6 +65,7 @@ struct Plan {
     parts: Vec<Part>,
     seqs: Vec<BatchSeq>,
     claims: Vec<u64>,
+    drawn: Vec<u32>,
     prefill_tokens: usize,
     decode_tokens: usize,
     /// Somebody lacked blocks: admit nobody.
@@ -68,7 +81,7 @@ impl Scheduler {
         out: &mut Vec<Output>,
     ) -> Result<(), KvError> {
         loop {
-            while self.steps.len() < self.limits.in_flight && self.plan_step(kv, now, out)? {}
+            while self.steps.len() < self.limits.steps() && self.plan_step(kv, now, out)? {}
             if !self.steps.is_empty() {
                 return Ok(());
             }
@@ -97,6 +110,7 @@ impl Scheduler {
             parts: Vec::new(),
             seqs: Vec::new(),
             claims: Vec::new(),
+            drawn: Vec::new(),
             prefill_tokens: 0,
             decode_tokens: 0,
             pressed: false,
@@ -123,9 +137,8 @@ impl Scheduler {
     fn plan_decodes(&mut self, kv: &mut Kv, plan: &mut Plan) -> Result<(), KvError> {
         let all = self.running.iter().filter(|&&slot| self.decodes(slot)).count();
         let mut share = all.div_ceil(self.limits.in_flight).min(plan.budget);
-        if let Some(target) = self.limits.step_target.filter(|_| all > 0) {
-            let fits = self.pace.prefill_within(target).unwrap_or(plan.budget);
-            plan.prefill_budget = fits.clamp(LEAST_CHUNK.min(plan.budget), plan.budget);
+        if all > 0 {
+            plan.prefill_budget = self.prefill_budget(all, plan.budget);
         }
         for slot in self.running.clone() {
             if share == 0 {
@@ -133,12 +146,30 @@ impl Scheduler {
             }
             let ready = self.ready(slot).filter(|_| self.decodes(slot));
             let Some((run, arrival, _)) = ready else { continue };
-            if self.make_room(kv, slot, arrival, run.table, run.planned + 1, plan)? {
+            let room = match self.guesses(slot) {
+                true => self.has_room(kv, run.table, run.planned + 1, plan)?,
+                false => self.make_room(kv, slot, arrival, run.table, run.planned + 1, plan)?,
+            };
+            if room {
                 self.schedule(kv, slot, 1, plan)?;
                 share -= 1;
             }
         }
         Ok(())
+    }
+
+    /// How many prompt tokens may be computed beside `decoding` sequences.
+    fn prefill_budget(&self, decoding: usize, budget: usize) -> usize {
+        let target = self.limits.step_target.or_else(|| {
+            let stretch = usize::try_from(self.limits.step_stretch).ok().filter(|s| *s > 0)?;
+            let prefilling = self.running.len() - decoding.min(self.running.len());
+            let prompts = prefilling + self.waiting();
+            let parts = (stretch - 1).max(prompts.div_ceil(decoding)) + 1;
+            Some(self.pace.decoding(decoding)?.mul_f64(parts as f64))
+        });
+        let Some(target) = target else { return budget };
+        let fits = self.pace.prefill_within(target, decoding).unwrap_or(FIRST_CHUNK);
+        fits.max(LEAST_CHUNK).min(budget)
     }
 
     /// Next chunks of prompts that run already.
@@ -172,8 +203,15 @@ impl Scheduler {
         if plan.pressed || self.waiting() == 0 {
             return Ok(());
         }
+        if self.running.is_empty() && self.ending.is_empty() {
+            self.batch_left = self.waiting();
+        }
         let mut promised = self.promised(kv)?;
+        let joins = self.limits.batching == Batching::Continuous;
         while self.running.len() < self.limits.max_running && plan.chunk(u32::MAX) > 0 {
+            if !joins && self.batch_left == 0 {
+                break;
+            }
             let next = self.resumed.values().next().copied().or_else(|| self.tenants.next());
             let Some(slot) = next else { break };
             let Some(seq) = self.seqs[slot].as_mut() else { break };
@@ -194,6 +232,7 @@ impl Scheduler {
             }
             let chunk = plan.chunk(seq.known() - covered);
             self.begin(slot, table, covered, plan.now, out);
+            self.batch_left = self.batch_left.saturating_sub(1);
             self.schedule(kv, slot, chunk, plan)?;
             promised += self.remaining_blocks(kv, slot)?;
         }
@@ -231,14 +270,38 @@ impl Scheduler {
     fn decodes(&self, slot: Slot) -> bool {
         let seq = self.seqs[slot].as_ref();
         seq.is_some_and(|seq| seq.run().is_some_and(|run| run.computed + 1 >= seq.known()))
+            || self.guesses(slot)
+    }
+
+    /// Whether the next step may compute the token that the newest step in flight draws for this
+    /// sequence: it draws one there, and may draw another after it.
+    fn guesses(&self, slot: Slot) -> bool {
+        let newest = self.steps.back().filter(|_| self.limits.overlap);
+        let (Some(step), Some(seq)) = (newest, self.seqs[slot].as_ref()) else { return false };
+        let Phase::Running(run) = seq.phase else { return false };
+        let draws = run.last_step == step.number && run.planned == seq.known();
+        draws && seq.known() + 1 < seq.limit && seq.echo.is_none() && !seq.suspect
     }
 
     /// A running sequence with tokens to plan: its run, arrival and how many.
     fn ready(&self, slot: Slot) -> Option<(Run, u64, u32)> {
         let seq = self.seqs[slot].as_ref()?;
         let Phase::Running(run) = seq.phase else { return None };
-        let unplanned = seq.unplanned();
+        let unplanned = seq.unplanned().max(u32::from(self.guesses(slot)));
         (unplanned > 0).then_some((run, seq.arrival, unplanned))
+    }
+
+    /// Whether the table can grow to `upto` without taking anything from anyone. Not while somebody
+    /// lacks blocks: those who wait for this sequence to be in no step would wait for ever.
+    fn has_room(
+        &self,
+        kv: &Kv,
+        table: TableId,
+        upto: u32,
+        plan: &mut Plan,
+    ) -> Result<bool, KvError> {
+        plan.pressed |= kv.missing(table, upto)? > kv.available();
+        Ok(!plan.pressed)
     }
 
     /// Sees to it that the table can grow to `upto`, by preempting sequences that arrived after
@@ -281,6 +344,7 @@ impl Scheduler {
         self.resumed.insert(seq.arrival, slot);
         self.running.retain(|&other| other != slot);
         self.totals.preemptions += 1;
+        self.batch_left += 1;
         self.happened.push(Measure::Preempted { request });
         kv.release(run.table)
     }
@@ -321,7 +385,8 @@ impl Scheduler {
         self.running.push(slot);
     }
 
-    /// Puts the sequence's next `count` known tokens into the plan. There is room for them.
+    /// Puts the sequence's next `count` tokens into the plan, known ones or the one that the newest
+    /// step draws. There is room for them.
     fn schedule(
         &mut self,
         kv: &mut Kv,
@@ -337,14 +402,20 @@ impl Scheduler {
         run.planned = upto;
         run.in_flight += 1;
         run.last_step = number;
-        let sample = seq.draws_after(upto).then(|| seq.sample_spec());
+        let coming = upto > seq.known();
+        let sample = (coming || seq.draws_after(upto)).then(|| seq.sample_spec(coming));
         let prompt_logprobs = seq.echo_spec(upto);
         let answers = sample.is_some() || prompt_logprobs.is_some();
+        let mut tokens = seq.tokens[from as usize..(upto - u32::from(coming)) as usize].to_vec();
+        if coming {
+            tokens.push(0);
+            plan.drawn.push(u32::try_from(plan.seqs.len()).unwrap_or(u32::MAX));
+        }
         plan.parts.push(Part { slot, upto, answers });
         plan.claims.push(seq.claim.at(&seq.tokens, from));
         plan.seqs.push(BatchSeq {
             request: seq.request.0,
-            tokens: seq.tokens[from as usize..upto as usize].to_vec(),
+            tokens,
             position: from,
             blocks: kv.table(table)?.to_vec(),
             sample,
@@ -377,7 +448,7 @@ impl Scheduler {
             prefill_tokens: plan.prefill_tokens,
             decode_tokens: plan.decode_tokens,
         });
-        out.push(Output::Run { step: number, batch, claims: plan.claims });
+        out.push(Output::Run { step: number, batch, claims: plan.claims, drawn: plan.drawn });
     }
 
     /// Blocks that running prompts will still need for what is known of them.

@@ -110,7 +110,8 @@ pub enum Queue {
     Suspect,
 }
 
-/// What a sequence with KV blocks has done. `computed <= planned <= known`.
+/// What a sequence with KV blocks has done. `computed <= planned <= known`, or one more than known
+/// while the token after those is being drawn.
 #[derive(Debug, Clone, Copy)]
 pub struct Run {
     pub table: TableId,
@@ -148,7 +149,7 @@ impl Sequence {
 
     /// Known tokens not yet in any step.
     pub fn unplanned(&self) -> u32 {
-        self.known() - self.run().map_or(0, |run| run.planned)
+        self.known().saturating_sub(self.run().map_or(0, |run| run.planned))
     }
 
     /// The next token comes after the last known one is computed, unless it may have no more.
@@ -156,12 +157,13 @@ impl Sequence {
         upto == self.known() && self.known() < self.limit
     }
 
-    pub fn sample_spec(&self) -> SampleSpec {
+    /// `coming`: one more token will have been drawn by then; the shard adds it to the history.
+    pub fn sample_spec(&self, coming: bool) -> SampleSpec {
         let (prompt, output) = match self.sampling.needs_history() {
             true => self.tokens.split_at(self.prompt_len as usize),
             false => (&[][..], &[][..]),
         };
-        let early = self.output_len() < self.min_tokens;
+        let early = self.output_len() + u32::from(coming) < self.min_tokens;
         let mut params = self.sampling.clone();
         if mutated("attempt-seed") {
             params.seed += u64::from(self.attempt.0);

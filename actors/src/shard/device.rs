@@ -1,6 +1,7 @@
 //! The device thread: runs batches in order and turns panics into failures. In simulations a task
 //! takes its place (see `inline.rs`).
 
+use super::drawn::Drawn;
 use super::flows::Wires;
 use super::inline;
 use crate::engines::Compute;
@@ -18,6 +19,8 @@ pub struct Job {
     pub batch: Batch,
     /// See [`Engine::begin`].
     pub claims: Vec<u64>,
+    /// See [`crate::messages::ShardCast::Run`].
+    pub drawn: Vec<u32>,
 }
 
 /// How a step ended.
@@ -37,8 +40,8 @@ impl Outcome {
     }
 }
 
-/// Handle to the thread. The queue's length is bounded by the scheduler's credit: at most as many
-/// steps are in flight as the replica has stages.
+/// Handle to the thread. The queue's length is bounded by the scheduler's credit
+/// ([`Limits::steps`](crate::scheduler::Limits::steps)).
 pub struct Device {
     jobs: Jobs,
 }
@@ -92,12 +95,14 @@ fn serve(
     mut scrub: Scrub,
     report: impl Fn(Outcome),
 ) {
-    while let Ok(job) = queue.recv() {
+    let mut drawn = Drawn::default();
+    while let Ok(mut job) = queue.recv() {
         let begun = Instant::now();
-        let run = || step(engine.as_mut(), &mut wires, &job, &mut scrub);
-        let result = catch_unwind(AssertUnwindSafe(run));
-        let failure = match result {
+        let filled = drawn.fill(&mut job.batch, &job.drawn).map_err(Failure::peer);
+        let run = || filled.and_then(|()| step(engine.as_mut(), &mut wires, &job, &mut scrub));
+        let failure = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(sampled)) => {
+                drawn.keep(&sampled);
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
                 report(Outcome::Done { step: job.step, sampled, micros });
                 continue;

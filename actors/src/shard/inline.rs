@@ -6,6 +6,7 @@
 //! the same into their KV cache however often a step is run.
 
 use super::device::{Failure, Job, Outcome, Scrub, look_at_weights, panic_text};
+use super::drawn::Drawn;
 use super::flows::Wires;
 use dunlin_model::engine::{
     Collective, CollectiveError, Engine, EngineError, Sampled, StageOutput,
@@ -23,10 +24,16 @@ pub async fn serve(
     (costs, mut scrub): ((Duration, Duration), Scrub),
     report: impl Fn(Outcome) + Send + 'static,
 ) {
-    while let Some(job) = queue.recv().await {
+    let mut drawn = Drawn::default();
+    while let Some(mut job) = queue.recv().await {
         let begun = Instant::now();
-        match step(&mut *engine, &mut wires, &job, (costs, &mut scrub)).await {
+        let result = match drawn.fill(&mut job.batch, &job.drawn) {
+            Ok(()) => step(&mut *engine, &mut wires, &job, (costs, &mut scrub)).await,
+            Err(reason) => Err(Failure::peer(reason)),
+        };
+        match result {
             Ok(sampled) => {
+                drawn.keep(&sampled);
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
                 report(Outcome::Done { step: job.step, sampled, micros });
             }

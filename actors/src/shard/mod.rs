@@ -11,6 +11,7 @@
 
 mod checked;
 mod device;
+mod drawn;
 mod faulty;
 mod flows;
 mod inline;
@@ -30,6 +31,7 @@ use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
 use std::time::Duration;
 use watch::{Look, Watch};
 
+pub use drawn::Drawn;
 pub use faulty::build as build_engine;
 pub use flows::{FlowGroup, plan_hash};
 
@@ -156,7 +158,7 @@ impl Actor for ShardActor {
     ) -> Result<(), ActorProcessingErr> {
         crate::faulty::message(&state.node, ROLE, &state.instance, msg.name()).await;
         match msg {
-            ShardMsg::Run(ShardCast::Run { epoch, step, batch, claims }) => {
+            ShardMsg::Run(ShardCast::Run { epoch, step, batch, claims, drawn }) => {
                 if epoch != state.epoch {
                     metrics::counter!("dunlin_stale_epoch_messages_total", "kind" => "run")
                         .increment(1);
@@ -178,7 +180,7 @@ impl Actor for ShardActor {
                 if let Some(wait) = state.watch.given(step, requests) {
                     myself.send_after(wait, || ShardMsg::Look);
                 }
-                state.device.run(Job { step, batch, claims })?;
+                state.device.run(Job { step, batch, claims, drawn })?;
                 Ok(())
             }
             ShardMsg::Look => match state.watch.look() {

@@ -241,7 +241,7 @@ async fn what_an_older_life_sends_is_refused_and_counted() {
     for (epoch, event) in
         [(old, tokens(1)), (old, tokens(2)), (now, tokens(1)), (now, tokens(9)), (now, ended(1))]
     {
-        let cast = RouterCast::Scheduler { replica: replica(), epoch, event };
+        let cast = RouterCast::Scheduler { replica: replica(), epoch, events: vec![event] };
         node.cast::<RouterProtocol>(&router, &cast).expect("sent");
     }
     for cast in [
@@ -253,7 +253,8 @@ async fn what_an_older_life_sends_is_refused_and_counted() {
     ] {
         node.cast::<SchedulerProtocol>(&scheduler, &cast).expect("sent");
     }
-    let run = ShardCast::Run { epoch: old, step: 1, batch: Batch::default(), claims: Vec::new() };
+    let (batch, claims, drawn) = (Batch::default(), Vec::new(), Vec::new());
+    let run = ShardCast::Run { epoch: old, step: 1, batch, claims, drawn };
     node.cast::<ShardProtocol>(&shard, &run).expect("sent");
     finish(&cluster, streams).await;
     let refused = hook.facts(facts::STALE_REFUSED).len() - before;
@@ -273,7 +274,11 @@ async fn a_node_that_was_replaced_under_its_name_adds_nothing() {
     // What the old life says now goes nowhere: it is not linked, and may not be again.
     let to = Address::new(name("head"), router::ROLE, router::INSTANCE);
     let event = SchedulerEvent::Load(LoadReport::default());
-    let cast = RouterCast::Scheduler { replica: "left".into(), epoch: ReplicaEpoch(1), event };
+    let cast = RouterCast::Scheduler {
+        replica: "left".into(),
+        epoch: ReplicaEpoch(1),
+        events: vec![event],
+    };
     assert!(old.node().cast::<RouterProtocol>(&to, &cast).is_err());
     finish(&cluster, streams).await;
     let ups = hook.facts(facts::REPLICA_UP);

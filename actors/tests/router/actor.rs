@@ -104,7 +104,7 @@ impl World {
 
     fn report(&self, from: &'static str, epoch: u64, event: SchedulerEvent) {
         let epoch = ReplicaEpoch(epoch);
-        self.tell(from, RouterCast::Scheduler { replica: from.into(), epoch, event });
+        self.tell(from, RouterCast::Scheduler { replica: from.into(), epoch, events: vec![event] });
     }
 
     async fn call(&self, call: RouterCall) -> RouterReply {

@@ -148,6 +148,14 @@ pub struct SchedulerSection {
     pub max_waiting: u32,
     /// Steps in flight at once. Default: as many as the replica has stages.
     pub steps_in_flight: Option<u32>,
+    /// Plan the next step while this one runs, where one shard is the whole replica. Default true.
+    pub overlap: bool,
+    /// A step with prompt chunks takes at most so many times as long as one without. 0: no such
+    /// bound. Default 2.
+    pub step_stretch: u32,
+    /// Take new requests in only when all of the batch before have ended: for comparison. Default
+    /// false.
+    pub static_batches: bool,
     /// A step that is not done by then breaks its replica, which is then loaded anew. Default 30000.
     pub step_deadline_ms: u64,
 }

@@ -284,6 +284,9 @@ fn scheduler(mut table: Reader<'_>) -> Result<SchedulerSection, ConfigError> {
         steps_in_flight: table
             .integer("steps_in_flight", 1, 64)?
             .and_then(|steps| u32::try_from(steps).ok()),
+        overlap: table.boolean("overlap", true)?,
+        step_stretch: table.u32("step_stretch", 2, 0, 1000)?,
+        static_batches: table.boolean("static_batches", false)?,
         step_deadline_ms: table.integer("step_deadline_ms", 100, DAY_MS)?.unwrap_or(30_000),
     };
     table.finish()?;

@@ -5,6 +5,7 @@ use super::fake::Shard;
 use super::*;
 use crate::kv::{KvArgs, start_kv};
 use crate::scheduler::{ROLE, SchedulerArgs, SchedulerConfig, start_scheduler};
+use crate::shard::Drawn;
 use dunlin_model::engine::StageSpec;
 use dunlin_runtime::{
     Address, Export, Inbound, MemoryNetwork, Node, NodeName, NodeOptions, Protocol,
@@ -97,16 +98,21 @@ impl Replica {
         let (mut steps, shard_export) = listen::<ShardProtocol>(&node, "shard", "r0/0/0");
         let (sender, events) = unbounded_channel();
         tokio::spawn(async move {
-            while let Some(RouterCast::Scheduler { event, .. }) = router.recv().await {
-                let _ = sender.send(event);
+            while let Some(RouterCast::Scheduler { events, .. }) = router.recv().await {
+                events.into_iter().for_each(|event| drop(sender.send(event)));
             }
         });
         let (from, to) = (node.clone(), scheduler.clone());
         tokio::spawn(async move {
             let mut shard = Shard::new(64, 4);
-            while let Some(ShardCast::Run { epoch, step, batch, .. }) = steps.recv().await {
+            let mut last = Drawn::default();
+            while let Some(ShardCast::Run { epoch, step, mut batch, drawn, .. }) =
+                steps.recv().await
+            {
+                last.fill(&mut batch, &drawn).unwrap();
                 let owners: HashMap<_, _> = batch.seqs.iter().map(|s| (s.request, 1)).collect();
                 let sampled = shard.run(&batch, &owners);
+                last.keep(&sampled);
                 let done = SchedulerCast::StepDone { epoch, step, sampled, micros: 1 };
                 if answers {
                     from.cast::<SchedulerProtocol>(&to, &done).unwrap();

@@ -5,7 +5,7 @@ mod fake;
 mod situations;
 mod world;
 
-use super::{Input, Limits};
+use super::{Batching, Input, Limits};
 use crate::messages::*;
 use dunlin_model::sampling::SamplingParams;
 use proptest::prelude::*;
@@ -88,9 +88,11 @@ fn any_op() -> impl Strategy<Value = Op> {
 fn any_setup() -> impl Strategy<Value = Setup> {
     let target = prop::option::of(Just(Duration::from_millis(3)));
     let steps = (1..24usize, 1..7usize, 1..4usize, target, 1..24usize);
+    let batching = prop_oneof![3 => Just(Batching::Continuous), 1 => Just(Batching::Static)];
+    let rules = (any::<bool>(), 0..4u32, batching);
     let bits = prop_oneof![3 => Just(128u32), 1 => Just(8u32)];
-    (2..24u32, 1..7u32, bits, steps, 20..70u32).prop_map(
-        |(blocks, block_tokens, key_bits, steps, context_tokens)| Setup {
+    (2..24u32, 1..7u32, bits, (steps, rules), 20..70u32).prop_map(
+        |(blocks, block_tokens, key_bits, (steps, rules), context_tokens)| Setup {
             blocks,
             block_tokens,
             key_bits,
@@ -100,7 +102,10 @@ fn any_setup() -> impl Strategy<Value = Setup> {
                 prefix_cache: true,
                 max_running: steps.1,
                 in_flight: steps.2,
+                overlap: rules.0,
                 step_target: steps.3,
+                step_stretch: rules.1,
+                batching: rules.2,
                 step_deadline: Duration::from_secs(10),
                 context_tokens,
             },
@@ -209,7 +214,9 @@ fn ten_thousand_operations_leave_nothing_reserved() {
             step_tokens: 16,
             max_running: 6,
             in_flight,
+            overlap: in_flight != 2,
             context_tokens: 70,
+            batching: Batching::Continuous,
             ..setup.limits
         };
         let ops = prop::collection::vec(any_op(), 3400..3401);
@@ -220,6 +227,8 @@ fn ten_thousand_operations_leave_nothing_reserved() {
         let s = world.seen;
         seen.copies += s.copies;
         seen.pipelined_chunks += s.pipelined_chunks;
+        seen.overlapped += s.overlapped;
+        seen.dropped += s.dropped;
         seen.suspects += s.suspects;
         seen.cancelled_in_flight += s.cancelled_in_flight;
         seen.cancelled_waiting += s.cancelled_waiting;
@@ -230,6 +239,8 @@ fn ten_thousand_operations_leave_nothing_reserved() {
     let counts = [
         seen.copies,
         seen.pipelined_chunks,
+        seen.overlapped,
+        seen.dropped,
         seen.suspects,
         seen.cancelled_in_flight,
         seen.cancelled_waiting,

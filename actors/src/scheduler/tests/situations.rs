@@ -15,7 +15,10 @@ fn setup(blocks: u32, step_tokens: usize, in_flight: usize) -> Setup {
             prefix_cache: true,
             max_running: 64,
             in_flight,
+            overlap: false,
             step_target: None,
+            step_stretch: 0,
+            batching: Batching::Continuous,
             step_deadline: Duration::from_secs(10),
             context_tokens: 4096,
         },
@@ -252,4 +255,127 @@ fn a_busy_tenant_does_not_keep_a_new_one_waiting() {
         assert!(world.step_done(None));
     }
     assert!(world.seen.finished <= 3, "{} were served before it", world.seen.finished);
+}
+
+fn overlapping(step_tokens: usize) -> World {
+    let mut setup = setup(64, step_tokens, 1);
+    setup.limits.overlap = true;
+    World::new(setup)
+}
+
+#[test]
+fn the_next_step_is_planned_before_this_one_is_done() {
+    let mut world = overlapping(64);
+    let id = world.submit(work(4, 5), 0);
+    let tokens: Vec<_> = world.flying.iter().map(|(_, batch)| batch.tokens()).collect();
+    assert_eq!(tokens, [4, 1], "the prompt, and the token that it draws");
+    for drawn in 1..5 {
+        world.step_done(None);
+        assert_eq!(world.clients[&id].got.len(), drawn);
+        // Nothing is planned beyond the last token.
+        assert_eq!(world.flying.len(), (5 - drawn).min(2));
+    }
+    world.drain();
+    assert_eq!(world.scheduler.load(&world.kv).steps_total, 5, "and no step was for nothing");
+}
+
+#[test]
+fn a_stop_token_is_the_last_one_that_is_told_and_costs_one_place() {
+    let mut world = overlapping(64);
+    let other = world.submit(work(5, 30), 0);
+    let mut stopping = work(4, 30);
+    stopping.stop_tokens = (0..fake::VOCAB).collect();
+    stopping.min_tokens = 3;
+    let id = world.submit(stopping, 0);
+    while world.clients[&id].end.is_none() {
+        world.step_done(None);
+    }
+    let in_flight = |world: &World, id: RequestId| {
+        world.flying.iter().filter(|(_, b)| b.seqs.iter().any(|s| s.request == id.0)).count()
+    };
+    assert_eq!(in_flight(&world, id), 1, "in the step that was planned already");
+    world.step_done(None);
+    assert_eq!((in_flight(&world, id), in_flight(&world, other)), (0, 2));
+    world.drain();
+    assert_eq!(world.clients[&id].end, Some(End::Finished(FinishReason::Stop)));
+}
+
+/// Whoever lacks a block must get one in the end, though all others are in some step at all times.
+#[test]
+fn the_oldest_gets_its_blocks_from_those_who_overlap() {
+    let mut setup = setup(6, 64, 1);
+    setup.limits.overlap = true;
+    let mut world = World::new(setup);
+    let first = world.submit(work(10, 80), 0);
+    world.submit(work(10, 80), 0);
+    world.submit(work(10, 80), 0);
+    while world.clients[&first].end.is_none() {
+        assert!(world.step_done(None));
+        assert!(world.clients.values().all(|c| c.got.len() <= world.clients[&first].got.len()));
+    }
+    assert!(world.scheduler.load(&world.kv).preemptions_total > 0);
+    world.drain();
+}
+
+/// One prompt beside a decoding sequence: no step takes more than twice the decoding alone.
+#[test]
+fn chunks_beside_decoding_follow_the_measured_pace() {
+    let mut setup = setup(256, 512, 1);
+    setup.limits.step_stretch = 2;
+    let mut world = World::new(setup);
+    let decoding = |world: &mut World| {
+        for _ in 0..4 {
+            world.submit(work(4, 4000), 0);
+        }
+        (0..20).for_each(|_| timed_step(world));
+    };
+    decoding(&mut world);
+    let long = world.submit(work(600, 1), 0);
+    let mut chunks = Vec::new();
+    while world.clients[&long].end.is_none() {
+        let seqs = &batch(&world).seqs;
+        chunks.extend(seqs.iter().filter(|s| s.request == long.0).map(|s| s.tokens.len()));
+        timed_step(&mut world);
+    }
+    // Decoding takes 10 ms and a prompt token half of one.
+    assert!(chunks.iter().all(|chunk| *chunk <= 21), "{chunks:?}");
+    assert!(chunks[10..chunks.len() - 1].iter().all(|c| (17..=21).contains(c)), "{chunks:?}");
+    // As many prompts as sequences decode get as much of a step each.
+    for i in 0..12 {
+        world.submit(work(600 + i, 1), 0);
+    }
+    timed_step(&mut world);
+    timed_step(&mut world);
+    let tokens = batch(&world).tokens();
+    assert!((55..=66).contains(&tokens), "{tokens}");
+}
+
+fn timed_step(world: &mut World) {
+    let (_, batch) = world.flying.front().unwrap();
+    let prefill: usize = batch.seqs.iter().map(|s| s.tokens.len()).filter(|n| *n > 1).sum();
+    world.now += Duration::from_micros(10_000 + 500 * prefill as u64 - 1000);
+    world.step_done(None);
+}
+
+#[test]
+fn a_static_batch_takes_nobody_in_before_all_have_ended() {
+    let mut setup = setup(64, 512, 1);
+    setup.limits.batching = Batching::Static;
+    let mut world = World::new(setup);
+    world.submit(work(4, 3), 0);
+    let batch_of_two = [world.submit(work(5, 4), 0), world.submit(work(6, 9), 0)];
+    let in_step = |world: &World| {
+        let (_, batch) = world.flying.back().unwrap();
+        batch.seqs.iter().map(|seq| seq.request).collect::<Vec<_>>()
+    };
+    repeat(3, || world.step_done(None));
+    let ids = batch_of_two.map(|id| id.0).to_vec();
+    assert_eq!(in_step(&world), ids);
+    let late = world.submit(work(7, 2), 0);
+    while world.clients[&batch_of_two[1]].end.is_none() {
+        assert!(!in_step(&world).contains(&late.0));
+        world.step_done(None);
+    }
+    assert_eq!(in_step(&world), [late.0]);
+    world.drain();
 }

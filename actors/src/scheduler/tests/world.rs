@@ -4,6 +4,7 @@ use super::fake::{Shard, reference_echo, reference_token};
 use crate::kv::{Kv, KvConfig};
 use crate::messages::*;
 use crate::scheduler::{Input, Limits, Output, Scheduler};
+use crate::shard::Drawn;
 use dunlin_model::engine::{Batch, SampleFailure, SampleSpec};
 use dunlin_model::sampling::TokenLogprob;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -43,6 +44,10 @@ pub enum End {
 pub struct Seen {
     pub copies: usize,
     pub pipelined_chunks: usize,
+    /// Sequences in a step that was planned before their token was known.
+    pub overlapped: usize,
+    /// Of those, how many had ended when that step was done.
+    pub dropped: usize,
     pub suspects: usize,
     pub cancelled_in_flight: usize,
     pub cancelled_waiting: usize,
@@ -58,6 +63,7 @@ pub struct World {
     pub now: Duration,
     pub clients: BTreeMap<RequestId, Client>,
     pub flying: VecDeque<(u64, Batch)>,
+    places: VecDeque<Vec<u32>>,
     pub load: Option<LoadReport>,
     pub broken: Option<String>,
     pub seen: Seen,
@@ -66,6 +72,8 @@ pub struct World {
     /// Runs each step when it is reported done, as a last stage may.
     late: Shard,
     early_answers: VecDeque<Vec<dunlin_model::engine::Sampled>>,
+    /// What each of them drew last.
+    drawn: (Drawn, Drawn),
     owners: HashMap<u64, u64>,
     kv_seq: u64,
     index: std::collections::BTreeSet<BlockKey>,
@@ -87,12 +95,14 @@ impl World {
             now: Duration::ZERO,
             clients: BTreeMap::new(),
             flying: VecDeque::new(),
+            places: VecDeque::new(),
             load: None,
             broken: None,
             seen: Seen::default(),
             early: Shard::new(setup.blocks, setup.block_tokens),
             late: Shard::new(setup.blocks, setup.block_tokens),
             early_answers: VecDeque::new(),
+            drawn: Default::default(),
             owners: HashMap::new(),
             kv_seq: 0,
             index: Default::default(),
@@ -151,8 +161,15 @@ impl World {
 
     /// The oldest step is done. `corrupt`: that one of its answers has logits that are not finite.
     pub fn step_done(&mut self, corrupt: Option<usize>) -> bool {
-        let Some((step, batch)) = self.flying.pop_front() else { return false };
+        let Some((step, mut batch)) = self.flying.pop_front() else { return false };
+        let places = self.places.pop_front().unwrap_or_default();
+        for seq in places.iter().map(|place| &batch.seqs[*place as usize]) {
+            self.seen.overlapped += 1;
+            self.seen.dropped += usize::from(!self.scheduler.is_live(RequestId(seq.request)));
+        }
+        self.drawn.1.fill(&mut batch, &places).unwrap();
         let mut sampled = self.late.run(&batch, &self.owners);
+        self.drawn.1.keep(&sampled);
         assert_eq!(Some(&sampled), self.early_answers.pop_front().as_ref(), "stages disagree");
         if let Some(which) = corrupt.filter(|_| !sampled.is_empty()) {
             let at = which % sampled.len();
@@ -171,7 +188,7 @@ impl World {
         self.now += Duration::from_millis(1);
         for output in self.scheduler.handle(&mut self.kv, self.now, input) {
             match output {
-                Output::Run { step, batch, .. } => self.run(step, batch),
+                Output::Run { step, batch, drawn, .. } => self.run(step, batch, drawn),
                 Output::Event(event) => self.event(event),
                 Output::Broken { reason, .. } | Output::Halted { reason } => {
                     self.broken = Some(reason);
@@ -197,7 +214,7 @@ impl World {
         assert_eq!(self.kv.open_tables(), 0);
     }
 
-    fn run(&mut self, step: u64, batch: Batch) {
+    fn run(&mut self, step: u64, batch: Batch, places: Vec<u32>) {
         assert_eq!(step, self.next_step, "steps rise by one");
         self.next_step += 1;
         assert!(batch.tokens() <= self.setup.limits.step_tokens && batch.tokens() > 0);
@@ -212,10 +229,16 @@ impl World {
         }
         self.seen.copies += batch.copies.len();
         self.flying.push_back((step, batch));
-        assert!(self.flying.len() <= self.setup.limits.in_flight);
+        assert!(self.flying.len() <= self.setup.limits.steps());
+        assert!(places.is_empty() || self.setup.limits.overlap);
         self.check_writers();
         let (_, batch) = self.flying.back().unwrap();
-        self.early_answers.push_back(self.early.run(batch, &self.owners));
+        let mut batch = batch.clone();
+        self.drawn.0.fill(&mut batch, &places).unwrap();
+        let answers = self.early.run(&batch, &self.owners);
+        self.drawn.0.keep(&answers);
+        self.early_answers.push_back(answers);
+        self.places.push_back(places);
     }
 
     /// No block that a step in flight writes is in the table of another sequence in flight.
