@@ -6,12 +6,19 @@
 //! read delivers have gaps of 0: where tokens come that fast, TPOT is the figure to trust. The load
 //! generator shares this machine's cores with the server if the server runs here.
 //!
+//! Several concurrencies are run one after the other and printed as rows of one table. Where the
+//! endpoint's own `/metrics` tell of steps, the report says what a step took and how much of it the
+//! device was at work: replicas of that node only.
+//!
 //! With `--device` there is no endpoint: [`device`] measures what a device reaches by itself.
 //!
-//! [`plan`] draws the requests and [`stats`] computes the figures; this file sends and prints.
+//! [`plan`] draws the requests and [`stats`] computes the figures, [`intrude`] those of a long prompt
+//! among running streams, [`server`] reads the server's own; this file sends and prints.
 
 pub mod device;
+mod intrude;
 mod plan;
+mod server;
 mod stats;
 #[cfg(test)]
 mod tests;
@@ -20,8 +27,10 @@ use crate::client::{Client, ClientError, EventStream};
 use anyhow::{Context, Result, bail, ensure};
 use clap::Args;
 use indicatif::{ProgressBar, ProgressStyle};
+use intrude::Intruder;
 use plan::{Arrivals, Lengths, Options, Planned};
 use serde_json::{Value, json};
+use server::Steps;
 use stats::{Outcome, Report, Sample, Slo, Spread};
 use std::collections::VecDeque;
 use std::path::PathBuf;
@@ -48,12 +57,15 @@ pub struct BenchArgs {
     /// How many requests to measure
     #[arg(long, short = 'n', default_value_t = 64)]
     requests: usize,
+    /// How many requests of each stream to measure, instead: `--requests` follows `-c`
+    #[arg(long, conflicts_with_all = ["requests", "rate"])]
+    per_stream: Option<usize>,
     /// Requests sent before, and not measured
     #[arg(long, default_value_t = 2)]
     warmup: usize,
-    /// Keep this many requests going at all times
-    #[arg(long, short = 'c', default_value_t = 4, conflicts_with = "rate")]
-    concurrency: usize,
+    /// Keep this many requests going at all times; several, such as 1,4,16: a row of figures each
+    #[arg(long, short = 'c', default_value = "4", value_delimiter = ',', conflicts_with = "rate")]
+    concurrency: Vec<usize>,
     /// Send requests as a Poisson process, this many a second, instead
     #[arg(long)]
     rate: Option<f64>,
@@ -87,6 +99,10 @@ pub struct BenchArgs {
     /// Longest wait for one request, in seconds
     #[arg(long, default_value_t = 600.0)]
     timeout: f64,
+    /// A prompt of so many tokens that arrives so many seconds after the run began: how long
+    /// the others' gaps are meanwhile, against before
+    #[arg(long, value_name = "TOKENS@SECONDS", conflicts_with = "rate")]
+    intrude: Option<Intruder>,
     /// Objective for goodput: time to first token
     #[arg(long)]
     slo_ttft_ms: Option<f64>,
@@ -110,7 +126,7 @@ fn id_range(text: &str) -> Result<(u32, u32), String> {
 
 /// Runs the load against `url` and prints the report; fails if no request got through.
 pub async fn run(args: &BenchArgs, url: &str) -> Result<()> {
-    let options = options(args)?;
+    let rows = rows(args)?;
     let key = args.api_key.clone().or_else(|| std::env::var("DUNLIN_API_KEY").ok());
     let client = Client::new(url, key)?;
     let model = match &args.model_name {
@@ -124,54 +140,80 @@ pub async fn run(args: &BenchArgs, url: &str) -> Result<()> {
         seed: args.seed,
         limit: Duration::from_secs_f64(args.timeout),
     });
+    let slo = Slo { ttft_ms: args.slo_ttft_ms, tpot_ms: args.slo_tpot_ms, e2e_ms: args.slo_e2e_ms };
+    let mut figures = Vec::new();
+    for (number, options) in rows.iter().enumerate() {
+        let (report, steps) = measure_row(&sender, args, options, slo).await?;
+        if rows.len() > 1 {
+            if number == 0 {
+                println!("{} at {}, seed {}", sender.model, sender.client.authority(), args.seed);
+                println!("{}", row_head());
+            }
+            println!("{}", row_of(options, &report, steps.as_ref()));
+        } else {
+            print(&sender, options, &report);
+            if let Some(steps) = &steps {
+                println!("{steps}");
+            }
+        }
+        ensure!(report.done + report.hung_up > 0, "no request got an answer");
+        figures.push(as_json(&sender, options, &report, steps.as_ref()));
+    }
+    if let Some(path) = &args.json {
+        let figures = if figures.len() == 1 { figures.remove(0) } else { Value::Array(figures) };
+        let text = serde_json::to_string_pretty(&figures)?;
+        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    }
+    Ok(())
+}
+
+/// One run, its warm-up before it.
+async fn measure_row(
+    sender: &Arc<Sender>,
+    args: &BenchArgs,
+    options: &Options,
+    slo: Slo,
+) -> Result<(Report, Option<Steps>)> {
     // Warm-up requests have a seed of their own, so that they warm no measured prefix.
     let warmup = Options {
         requests: args.warmup,
-        arrivals: Arrivals::Closed { concurrency: args.concurrency },
         disconnect: 0.0,
         seed: !args.seed,
+        arrivals: match options.arrivals {
+            Arrivals::Closed { .. } => options.arrivals,
+            Arrivals::Poisson { .. } => Arrivals::Closed { concurrency: 1 },
+        },
         ..options.clone()
     };
-    let (samples, _) = drive(&sender, &warmup, &ProgressBar::hidden()).await;
+    let (samples, _) = drive(sender, &warmup, None, &ProgressBar::hidden()).await;
     if let Some(Outcome::Failed(kind)) = samples.first().map(|s| &s.outcome) {
         bail!("a warm-up request failed: {kind}");
     }
     let bar = ProgressBar::new(options.requests as u64);
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {elapsed}, {msg}");
     bar.set_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()));
-    let (samples, wall) = drive(&sender, &options, &bar).await;
+    let before = Steps::read(&sender.client).await;
+    let (mut samples, wall) = drive(sender, options, args.intrude, &bar).await;
+    let after = Steps::read(&sender.client).await;
     bar.finish_and_clear();
-
-    let slo = Slo { ttft_ms: args.slo_ttft_ms, tpot_ms: args.slo_tpot_ms, e2e_ms: args.slo_e2e_ms };
-    let report = stats::report(&samples, wall, slo);
-    print(&sender, &options, &report);
-    if let Some(path) = &args.json {
-        let text = serde_json::to_string_pretty(&as_json(&sender, &options, &report))?;
-        std::fs::write(path, text + "\n").with_context(|| format!("writing {}", path.display()))?;
+    if args.intrude.is_some() {
+        let intruder = samples.pop().context("the intruding request")?;
+        println!("{}", intrude::judge(&samples, &intruder)?);
     }
-    ensure!(report.done + report.hung_up > 0, "no request got an answer");
-    Ok(())
+    Ok((stats::report(&samples, wall, slo), Steps::between(before, after)))
 }
 
-fn options(args: &BenchArgs) -> Result<Options> {
+/// What to run: one row, or one for each concurrency.
+fn rows(args: &BenchArgs) -> Result<Vec<Options>> {
     for (name, share) in [("shared-prefix", args.shared_prefix), ("disconnect", args.disconnect)] {
         ensure!((0.0..=1.0).contains(&share), "--{name} is a share: 0 to 1, not {share}");
     }
     let positive = |value: f64| value.is_finite() && value > 0.0;
     ensure!(positive(args.timeout), "--timeout must be more than 0");
     ensure!(args.requests > 0, "--requests must be at least 1");
-    let arrivals = match args.rate {
-        Some(per_second) => {
-            ensure!(positive(per_second), "--rate must be more than 0");
-            Arrivals::Poisson { per_second }
-        }
-        None => {
-            ensure!(args.concurrency > 0, "--concurrency must be at least 1");
-            Arrivals::Closed { concurrency: args.concurrency }
-        }
-    };
-    Ok(Options {
-        requests: args.requests,
+    ensure!(args.per_stream != Some(0), "--per-stream must be at least 1");
+    let options = |arrivals, requests, row: usize| Options {
+        requests,
         arrivals,
         prompt: args.prompt_tokens,
         output: args.output_tokens,
@@ -180,8 +222,19 @@ fn options(args: &BenchArgs) -> Result<Options> {
         prefix_groups: args.prefix_groups,
         disconnect: args.disconnect,
         ids: args.token_ids,
-        seed: args.seed,
-    })
+        // No row finds the prompts of another in a cache.
+        seed: args.seed.wrapping_add(row as u64),
+    };
+    if let Some(per_second) = args.rate {
+        ensure!(positive(per_second), "--rate must be more than 0");
+        return Ok(vec![options(Arrivals::Poisson { per_second }, args.requests, 0)]);
+    }
+    ensure!(!args.concurrency.contains(&0), "--concurrency must be at least 1");
+    let row = |(row, &concurrency): (usize, &usize)| {
+        let requests = args.per_stream.map_or(args.requests, |each| each * concurrency);
+        options(Arrivals::Closed { concurrency }, requests, row)
+    };
+    Ok(args.concurrency.iter().enumerate().map(row).collect())
 }
 
 async fn first_model(client: &Client) -> Result<String> {
@@ -199,11 +252,23 @@ struct Sender {
     limit: Duration,
 }
 
-/// Sends a whole run. Returns what was seen and how long it took, in seconds.
-async fn drive(sender: &Arc<Sender>, options: &Options, bar: &ProgressBar) -> (Vec<Sample>, f64) {
+/// Sends a whole run. Returns what was seen, an intruder last, and how long it took, in seconds.
+async fn drive(
+    sender: &Arc<Sender>,
+    options: &Options,
+    intruder: Option<Intruder>,
+    bar: &ProgressBar,
+) -> (Vec<Sample>, f64) {
     let planned: VecDeque<_> = plan::plan(options).into_iter().enumerate().collect();
     let begun = Instant::now();
     let mut tasks = JoinSet::new();
+    let intruding = intruder.map(|intruder| {
+        let (sender, request) = (sender.clone(), intruder.request(options));
+        tokio::spawn(async move {
+            sleep_until(begun + intruder.after).await;
+            sender.measure(usize::MAX, request, (begun, Instant::now())).await
+        })
+    });
     match options.arrivals {
         Arrivals::Closed { concurrency } => {
             let queue = Arc::new(Mutex::new(planned));
@@ -214,7 +279,8 @@ async fn drive(sender: &Arc<Sender>, options: &Options, bar: &ProgressBar) -> (V
                     loop {
                         let next = queue.lock().await.pop_front();
                         let Some((number, request)) = next else { return samples };
-                        samples.push(sender.measure(number, request, Instant::now()).await);
+                        let due = Instant::now();
+                        samples.push(sender.measure(number, request, (begun, due)).await);
                         bar.inc(1);
                     }
                 });
@@ -227,20 +293,30 @@ async fn drive(sender: &Arc<Sender>, options: &Options, bar: &ProgressBar) -> (V
                     // Counted from when it was due, so that a late sender hides nothing.
                     let due = begun + Duration::from_secs_f64(request.due);
                     sleep_until(due).await;
-                    let sample = sender.measure(number, request, due).await;
+                    let sample = sender.measure(number, request, (begun, due)).await;
                     bar.inc(1);
                     vec![sample]
                 });
             }
         }
     }
-    let samples = tasks.join_all().await.into_iter().flatten().collect();
-    (samples, begun.elapsed().as_secs_f64())
+    let mut samples: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
+    let wall = begun.elapsed().as_secs_f64();
+    if let Some(intruding) = intruding {
+        samples.extend(intruding.await);
+    }
+    (samples, wall)
 }
 
 impl Sender {
-    async fn measure(&self, number: usize, request: Planned, begun: Instant) -> Sample {
-        let mut sample = Sample::default();
+    /// `run`: when the run began; `begun`: when this request was due.
+    async fn measure(
+        &self,
+        number: usize,
+        request: Planned,
+        (run, begun): (Instant, Instant),
+    ) -> Sample {
+        let mut sample = Sample { sent: (begun - run).as_secs_f64(), ..Sample::default() };
         let seen = self.follow(number, &request, begun, &mut sample);
         sample.outcome = match timeout(self.limit, seen).await {
             Ok(Ok(outcome)) => outcome,
@@ -282,7 +358,10 @@ impl Sender {
             last = now;
             match sample.ttft {
                 None => sample.ttft = Some((now - begun).as_secs_f64()),
-                Some(_) => sample.gaps.push(gap),
+                Some(_) => {
+                    sample.gaps.push(gap);
+                    sample.ends.push(sample.sent + (now - begun).as_secs_f64());
+                }
             }
         }
         Ok(Outcome::Done)
@@ -371,12 +450,27 @@ fn print(sender: &Sender, options: &Options, report: &Report) {
     }
 }
 
+fn row_head() -> String {
+    let names = ["streams", "tok/s", "TTFT p50", "p99", "ITL p50", "p99", "step", "beside"];
+    names.map(|name| format!("{name:>10}")).concat() + "  (ms; beside the device, of a step)"
+}
+
+fn row_of(options: &Options, report: &Report, steps: Option<&Steps>) -> String {
+    let Arrivals::Closed { concurrency } = options.arrivals else { return String::new() };
+    let (ttft, itl) = (&report.ttft_ms, &report.itl_ms);
+    let figures = [report.output_tokens_per_s, ttft.p50, ttft.p99, itl.p50, itl.p99];
+    let server = steps.map(|s| format!("{:>10.2}{:>9.1}%", s.mean_ms(), s.beside_percent()));
+    format!("{concurrency:>10}{}", figures.map(|f| format!("{f:>10.2}")).concat())
+        + &server.unwrap_or_default()
+        + &if report.failed > 0 { format!("  {} failed", report.failed) } else { String::new() }
+}
+
 fn row(spread: &Spread) -> String {
     let Spread { mean, p50, p90, p95, p99, max, .. } = *spread;
     [mean, p50, p90, p95, p99, max].map(|ms| format!("{ms:>10.2}")).concat()
 }
 
-fn as_json(sender: &Sender, options: &Options, report: &Report) -> Value {
+fn as_json(sender: &Sender, options: &Options, report: &Report, steps: Option<&Steps>) -> Value {
     json!({
         "schema": "dunlin-bench/1",
         "model": sender.model,
@@ -385,5 +479,6 @@ fn as_json(sender: &Sender, options: &Options, report: &Report) -> Value {
         "load": format!("{options:?}"),
         "seed": options.seed,
         "report": report,
+        "steps": steps.map(Steps::as_json),
     })
 }

@@ -88,6 +88,14 @@ impl Client {
         self.json(response).await
     }
 
+    /// # Errors
+    /// As [`Self::get`].
+    pub async fn text(&self, path: &str) -> Result<String, ClientError> {
+        let response = self.send(Method::GET, path, Bytes::new()).await?;
+        let body = self.read(response).await?;
+        Ok(String::from_utf8_lossy(&body).into_owned())
+    }
+
     /// Posts a body that asks for `"stream": true`.
     ///
     /// # Errors

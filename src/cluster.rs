@@ -100,6 +100,9 @@ impl Cluster {
 #[command(after_help = "\
 Examples:
   dunlin bench -c 8 -n 100                               8 at a time
+  dunlin bench -c 1,4,16,32 --per-stream 4               a row of figures each
+  dunlin bench -c 8 -n 8 --output-tokens 900 --intrude 4000@4
+                                                         gaps while a long prompt arrives
   dunlin bench --rate 2 -n 200 --slo-ttft-ms 500         two a second, and goodput
   dunlin bench --prompt-tokens uniform:16..512 --shared-prefix 0.5 --prefix-tokens 256
   dunlin bench --url http://127.0.0.1:9000 --json other.json

@@ -10,6 +10,10 @@ pub struct Sample {
     pub ttft: Option<f64>,
     /// Between chunks that hold text.
     pub gaps: Vec<f64>,
+    /// When each of those ended, since the run began.
+    pub ends: Vec<f64>,
+    /// When the request was sent, likewise.
+    pub sent: f64,
     /// To the last byte.
     pub elapsed: f64,
     pub prompt_tokens: u64,
@@ -133,7 +137,7 @@ fn meets(sample: &Sample, slo: Slo) -> bool {
         && slo.e2e_ms.is_none_or(|limit| within(sample.elapsed, limit))
 }
 
-fn spread(seconds: impl Iterator<Item = f64>) -> Spread {
+pub fn spread(seconds: impl Iterator<Item = f64>) -> Spread {
     let mut ms: Vec<f64> = seconds.map(|s| s * 1e3).collect();
     ms.sort_by(f64::total_cmp);
     if ms.is_empty() {
@@ -167,6 +171,8 @@ mod tests {
         Sample {
             ttft: Some(ttft),
             gaps: gaps.to_vec(),
+            ends: Vec::new(),
+            sent: 0.0,
             elapsed: ttft + gaps.iter().sum::<f64>(),
             prompt_tokens: 10,
             cached_tokens: 4,

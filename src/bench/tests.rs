@@ -136,3 +136,14 @@ async fn refusals_and_hang_ups_are_told_apart() {
     assert_eq!(seen.busy.load(Ordering::SeqCst), 0, "no connection is left open");
     assert!(seen.hang_ups.load(Ordering::SeqCst) > 0);
 }
+
+#[tokio::test]
+async fn several_concurrencies_are_rows_of_one_table() {
+    let (url, seen) = server(usize::MAX).await;
+    let rows = load(&url, "-c 1,3 --per-stream 2 --warmup 0 --output-tokens 4").await;
+    let done = |row: usize| &rows[row]["report"]["done"];
+    assert_eq!((done(0), done(1)), (&json!(2), &json!(6)));
+    assert_eq!(seen.completions.load(Ordering::SeqCst), 8);
+    assert_eq!(seen.most_busy.load(Ordering::SeqCst), 3);
+    assert_ne!(rows[0]["seed"], rows[1]["seed"], "no row finds the prompts of another");
+}
