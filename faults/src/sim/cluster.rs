@@ -42,6 +42,8 @@ pub struct Running {
 pub struct Life {
     /// Of the newest life; 0 before the first.
     pub incarnation: u64,
+    /// Of the newest life that came up: a start may fail.
+    pub reached: u64,
     pub hook: Option<Arc<Hook>>,
     pub running: Option<Running>,
     pub starting: bool,
@@ -147,6 +149,7 @@ impl Cluster {
             Ok(running) if current => {
                 life.starting = false;
                 life.running = Some(running);
+                life.reached = incarnation;
                 self.shared.push(state(name, "up"));
                 true
             }

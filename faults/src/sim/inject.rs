@@ -253,7 +253,8 @@ impl Driver {
         };
         let Some((node_name, own)) = self.cluster.config_of(&name) else { return };
         let mut options = self.cluster.options(&node_name, &own);
-        let life = self.cluster.lives.get(&name).map_or(1, |life| life.incarnation);
+        let lives = self.cluster.lives.get(&name);
+        let (life, reached) = lives.map_or((1, 1), |life| (life.incarnation, life.reached));
         options.listen = GHOST.into();
         options.seed = draw(self.cluster.seed, &fault.id, 1);
         options.life = draw(self.cluster.seed, &fault.id, 2);
@@ -263,10 +264,10 @@ impl Driver {
                 options.schema += 1;
                 options.incarnation = Incarnation(life + 1);
             }
-            // As a copy of the node's disk counts that was made before its last start. One of the
-            // very same number is let in once the node is gone, which I13 rightly takes for a dead
-            // life that came back: that case has its test among those of the links.
-            _ => options.incarnation = Incarnation(life.saturating_sub(1)),
+            // As a copy of the node's disk counts that was made before it last came up: a higher
+            // number than its peers know would be no earlier life but the next one. One of the very
+            // same number has its test among those of the links.
+            _ => options.incarnation = Incarnation(reached.saturating_sub(1)),
         }
         let (network, shared) = (self.cluster.network.clone(), self.shared.clone());
         let task = tokio::spawn(haunt(options, network, shared, index));

@@ -20,6 +20,10 @@ const CALL: Duration = Duration::from_secs(2);
 /// Number of the request that is asked at the very end.
 const PROBE: u64 = 9_000_000;
 const PROBE_WITHIN: Duration = Duration::from_secs(20);
+/// How an audit begins that nobody answered.
+const NO_ANSWER: &str = "no answer";
+const BOOKS_TRIES: usize = 10;
+const BOOKS_PAUSE: Duration = Duration::from_millis(200);
 
 pub async fn gather(driver: &mut Driver) -> Rest {
     let mut rest = Rest { replicas_wanted: driver.wanted(), ..Rest::default() };
@@ -38,8 +42,22 @@ pub async fn gather(driver: &mut Driver) -> Rest {
     sparse_views(driver, &mut rest);
     rest.views.retain(|name, _| driver.is_core(name));
     rest.views.values_mut().for_each(|view| view.retain(|name, _| driver.is_core(name)));
+    for _ in 0..BOOKS_TRIES {
+        rest = books(driver, rest).await;
+        if !rest.audits.iter().any(|audit| audit.starts_with(NO_ANSWER)) {
+            break;
+        }
+        // A replica that is moved just now, to nodes that are back, has no books for a moment.
+        tokio::time::sleep(BOOKS_PAUSE).await;
+    }
+    rest
+}
+
+/// What the router and each scheduler of the core have in their books.
+async fn books(driver: &Driver, rest: Rest) -> Rest {
+    let mut rest = Rest { audits: Vec::new(), blocks: BTreeMap::new(), live_blocks: 0, ..rest };
     let Some(status) = driver.status().await else {
-        rest.audits.push("the router does not answer".into());
+        rest.audits.push(format!("{NO_ANSWER}: the router"));
         return rest;
     };
     rest.open_requests = status.open_requests;
@@ -56,14 +74,14 @@ pub async fn gather(driver: &mut Driver) -> Rest {
                 let sum = load.kv_blocks_free + load.kv_blocks_cached + load.kv_blocks_live;
                 rest.blocks.insert(name.clone(), (sum, load.kv_blocks_total));
             }
-            other => rest.audits.push(format!("scheduler {name}: no status: {other:?}")),
+            other => rest.audits.push(format!("{NO_ANSWER}: scheduler {name}, status: {other:?}")),
         }
         match head.call::<SchedulerProtocol>(to, &SchedulerCall::Audit, CALL).await {
             Ok(SchedulerReply::Audit(Ok(()))) => {}
             Ok(SchedulerReply::Audit(Err(found))) => {
                 rest.audits.extend(found.iter().map(|what| format!("{name}: {what}")));
             }
-            other => rest.audits.push(format!("scheduler {name}: no audit: {other:?}")),
+            other => rest.audits.push(format!("{NO_ANSWER}: scheduler {name}, audit: {other:?}")),
         }
     }
     rest
