@@ -151,7 +151,7 @@ impl Armory {
             }
             armed.seen += 1;
             // A hit whose effect was not told by the shard's next step had none (nothing written
-            // yet, one block only): it does not count.
+            // yet, one block only, a part of a prompt that draws no token): it does not count.
             let shard = shard_of(site);
             if shard.is_some() && armed.doubtful == shard {
                 armed.doubtful = None;
@@ -175,7 +175,8 @@ impl Armory {
                 continue;
             };
             armed.fired += 1;
-            if matches!(armed.fault.kind, Kind::BitsKv | Kind::KvStale | Kind::KvSwap) {
+            use Kind::{BitsKv, KvStale, KvSwap, LogitsNan};
+            if matches!(armed.fault.kind, BitsKv | KvStale | KvSwap | LogitsNan) {
                 armed.doubtful = shard;
             }
             let fault = &armed.fault;
