@@ -144,6 +144,8 @@ fn goodput_during_a_rolling_kill() {
     );
 }
 
+const EACH_US: u64 = 1_000_000;
+
 /// One worker, the default model: what comes back is the same shard.
 fn one_worker(name: &str, fault: impl Fn(u64) -> Fault) {
     let text = "[cluster]\nname = \"one-worker\"\nhead = \"front\"\n\
@@ -151,11 +153,14 @@ fn one_worker(name: &str, fault: impl Fn(u64) -> Fault) {
          [node.left]\naddress = \"127.0.0.1:2\"\ndevices = [\"cpu\"]\n\
          [[replica]]\nname = \"r0\"\nstages = [\"left/cpu\"]\n";
     let for_us = FIRST_US + COUNT * APART_US;
-    let mut plan = steady(MODEL, name, 120, 1_000_000, for_us);
+    let mut plan = steady(MODEL, name, 120, EACH_US, for_us);
     plan.cluster.text = text.into();
     plan.faults = (0..COUNT).map(|n| fault(FIRST_US + n * APART_US)).collect();
-    for (n, fault) in plan.faults.iter_mut().enumerate() {
+    for (n, fault) in (0..).zip(&mut plan.faults) {
         fault.id = format!("f{n}");
+        // In the middle of a stream, however fast that is.
+        let request = (FIRST_US + n * APART_US) / EACH_US;
+        fault.when = Trigger::Token { request: Some(request), token: 40 };
     }
     row(name, &run(&plan));
 }
