@@ -22,6 +22,20 @@ pub enum DType {
 }
 
 impl DType {
+    pub const ALL: [DType; 11] = [
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::Q8_0,
+        DType::Q4_0,
+        DType::Q4_1,
+        DType::Q5_0,
+        DType::Q5_1,
+        DType::Q4_K,
+        DType::Q5_K,
+        DType::Q6_K,
+    ];
+
     /// Elements in one block (1 for plain floats, 32 or 256 for quantised types).
     pub const fn block_elements(self) -> usize {
         match self {

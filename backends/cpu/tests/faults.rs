@@ -4,13 +4,13 @@
 mod common;
 
 use common::*;
-use dunlin_backend::{AttentionParams, Backend, KvDtype, KvSpec, Part, SeqRows};
+use dunlin_backend::{AttentionParams, Backend, DType, KvDtype, KvSpec, Part, SeqRows};
 use dunlin_cpu::Precision;
 
 #[test]
 fn a_flipped_weight_changes_the_sum_and_the_product_and_flips_back() {
     let b = backend(paths()[0], Precision::Exact, 1);
-    for dtype in TYPES {
+    for dtype in DType::ALL {
         let mut rng = Random::new(7);
         let t = matrix(&mut rng, dtype, 20, 256);
         let w = b.weight(&t, &Part::all(&t)).unwrap();

@@ -13,7 +13,7 @@ const PRECISIONS: [Precision; 2] = [Precision::Exact, Precision::Fast];
 /// A matrix of any type, and a slice of it.
 fn case(seed: u64) -> (dunlin_backend::HostTensor, Part, Vec<f32>, usize) {
     let mut rng = Random::new(seed);
-    let dtype = TYPES[rng.below(TYPES.len())];
+    let dtype = DType::ALL[rng.below(DType::ALL.len())];
     let blocks = 1 + rng.below(3);
     let cols = match dtype.block_elements() {
         1 => 1 + rng.below(200),
@@ -130,7 +130,7 @@ proptest! {
 #[test]
 fn extreme_codes_are_exact() {
     let mut rng = Random::new(5);
-    for dtype in TYPES.into_iter().filter(|t| t.block_elements() > 1) {
+    for dtype in DType::ALL.into_iter().filter(|t| t.block_elements() > 1) {
         for fill in [0x00u8, 0xff, 0x7f, 0x80, 0x0f, 0xf0] {
             let t = matrix(&mut rng, dtype, 33, 512);
             let mut data = t.data.to_vec();
@@ -193,7 +193,7 @@ fn fused_parts_of_many_types_and_biases() {
         for precision in PRECISIONS {
             let b = backend(path, precision, 2);
             let xt = upload(&b, 256, &x);
-            let host: Vec<_> = TYPES.iter().map(|t| matrix(&mut rng, *t, 37, 256)).collect();
+            let host: Vec<_> = DType::ALL.iter().map(|t| matrix(&mut rng, *t, 37, 256)).collect();
             let weights: Vec<_> =
                 host.iter().map(|t| b.weight(t, &Part::all(t)).unwrap()).collect();
             let bias = rng.floats(37);

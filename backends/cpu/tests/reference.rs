@@ -2,7 +2,7 @@
 
 mod common;
 
-use common::{Random, TYPES, matrix, paths};
+use common::{Random, matrix, paths};
 use dunlin_backend::{
     Activation, AttentionParams, Backend, DType, Experts, HostTensor, KvSpec, LinearPart, Part,
     Reference, Rope, RopeStyle, SeqRows,
@@ -36,7 +36,7 @@ struct Layer {
 
 fn layer(r: &mut Random) -> Layer {
     let mut any = |rows, cols| {
-        let dtype = TYPES[r.below(TYPES.len())];
+        let dtype = DType::ALL[r.below(DType::ALL.len())];
         matrix(r, dtype, rows, cols)
     };
     let kv = KV_HEADS * HEAD_DIM;

@@ -1,6 +1,6 @@
 //! Every op but attention: run on random shapes, and what must hold on every backend.
 
-use crate::random::{Random, TYPES, download, matrix, same_bits, upload};
+use crate::random::{Random, download, matrix, same_bits, upload};
 use dunlin_backend::draw::sample_rows;
 use dunlin_backend::{
     Activation, Backend, BackendError, DType, Draw, Experts, HostTensor, LinearPart, Part, Rope,
@@ -27,7 +27,7 @@ pub fn linear<B: Backend>(
 
 /// A matrix and a part of it: any rows, columns on multiples of 32 (any, for floats).
 pub fn random_part(r: &mut Random) -> (HostTensor, Part) {
-    let dtype = TYPES[r.below(TYPES.len())];
+    let dtype = DType::ALL[r.below(DType::ALL.len())];
     let wide = dtype.block_elements();
     let cols = if wide == 1 { 1 + r.below(200) } else { wide * (1 + r.below(640 / wide)) };
     let rows = 1 + r.below(90);
@@ -80,7 +80,8 @@ pub fn experts<B: Backend>(b: &B, r: &mut Random) -> Vec<f32> {
     let (count, hidden, ffn) = (1 + r.below(7), 32 * (1 + r.below(3)), 32 * (1 + r.below(4)));
     let (rows, top_k) = (1 + r.below(9), 1 + r.below(count));
     let mut list = |rows, cols| -> Vec<B::Weight> {
-        let types = TYPES.map(|t| (t, t.block_elements())).into_iter().filter(|(_, n)| *n <= 32);
+        let types =
+            DType::ALL.map(|t| (t, t.block_elements())).into_iter().filter(|(_, n)| *n <= 32);
         let types: Vec<_> = types.map(|(t, _)| t).collect();
         let one = |_| {
             let dtype = types[r.below(types.len())];

@@ -4,21 +4,6 @@ use bytes::Bytes;
 use dunlin_backend::{Backend, DType, HostTensor};
 use half::{bf16, f16};
 
-/// All element types.
-pub const TYPES: [DType; 11] = [
-    DType::F32,
-    DType::F16,
-    DType::BF16,
-    DType::Q8_0,
-    DType::Q4_0,
-    DType::Q4_1,
-    DType::Q5_0,
-    DType::Q5_1,
-    DType::Q4_K,
-    DType::Q5_K,
-    DType::Q6_K,
-];
-
 /// A small generator, so that a test is a function of its seed.
 pub struct Random(u64);
 

@@ -5,8 +5,8 @@
 //! `wgpu:0` unless given; `types` compares the element types instead, `fast` computes as fast mode does. "Busy" is processor time per
 //! core, which means something for software adapters only.
 
-use dunlin_backend::{Backend, LinearPart, Part, Precision};
-use dunlin_suite::random::{Random, TYPES, matrix};
+use dunlin_backend::{Backend, DType, LinearPart, Part, Precision};
+use dunlin_suite::random::{Random, matrix};
 use dunlin_suite::roofline::{Ceilings, Meter, Model, Rate, STEPS, Shape, Times};
 use dunlin_wgpu::{WgpuBackend, WgpuOptions};
 use std::time::Duration;
@@ -73,7 +73,7 @@ fn processor_time() -> Duration {
 /// One product of each element type, for one row and for sixteen.
 fn types(b: &WgpuBackend) -> Result<(), Box<dyn std::error::Error>> {
     const SHAPE: (usize, usize) = (8192, 1024);
-    for dtype in TYPES {
+    for dtype in DType::ALL {
         let t = matrix(&mut Random::new(1), dtype, SHAPE.0, SHAPE.1);
         let weight = b.weight(&t, &Part::all(&t))?;
         for rows in [1, 16] {

@@ -272,21 +272,8 @@ fn unpack_bytes(dtype: DType) -> &'static str {
 /// Name, text and entry point of every kernel, for checks that need no adapter; head dimensions
 /// and the like are examples.
 pub fn shader_texts() -> Vec<(String, String, &'static str)> {
-    let types = [
-        DType::F32,
-        DType::F16,
-        DType::BF16,
-        DType::Q8_0,
-        DType::Q4_0,
-        DType::Q4_1,
-        DType::Q5_0,
-        DType::Q5_1,
-        DType::Q4_K,
-        DType::Q5_K,
-        DType::Q6_K,
-    ];
     let mut all = Vec::new();
-    for dtype in types {
+    for dtype in DType::ALL {
         let shapes = [(1, 1), (8, 1), (1, 4), (4, 4)];
         all.extend(shapes.map(|(rows, cols)| Kernel::Linear { dtype, rows, cols }));
         all.extend([Kernel::LinearSplit(dtype), Kernel::LinearTiled(dtype), Kernel::Embed(dtype)]);

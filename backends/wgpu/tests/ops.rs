@@ -4,7 +4,7 @@
 mod common;
 
 use common::*;
-use dunlin_backend::{Backend, Part, Reference};
+use dunlin_backend::{Backend, DType, Part, Reference};
 use dunlin_suite::ops::{
     check_samples, experts, linear, random_part, refuses_wrong_calls, row_ops,
 };
@@ -85,7 +85,7 @@ fn variants_and_numbers_of_rows_give_the_same_bits() {
     const ROWS: usize = 41;
     let mut r = Random::new(3);
     let mut b = open();
-    for dtype in TYPES {
+    for dtype in DType::ALL {
         let t = matrix(&mut r, dtype, 70, 1280);
         let part = Part { rows: 3..70, cols: 32..1248 };
         let x = r.floats(ROWS * part.cols.len());
@@ -112,7 +112,7 @@ fn products_of_bytes_have_their_bits_in_any_company() {
     let mut r = Random::new(4);
     let mut b = open();
     let shapes = Product::PACKED_ONE_ROW.into_iter().zip(Product::PACKED_MANY_ROWS);
-    for dtype in TYPES {
+    for dtype in DType::ALL {
         let t = matrix(&mut r, dtype, 70, 768);
         let part = Part { rows: 3..70, cols: 32..736 };
         let cols = part.cols.len();
@@ -153,7 +153,7 @@ fn products_of_bytes_are_near_the_reference() {
     let mut r = Random::new(5);
     let mut b = open();
     b.use_packed(Product::Rows(1, 1), Product::Rows(4, 4));
-    for dtype in TYPES {
+    for dtype in DType::ALL {
         let t = matrix(&mut r, dtype, 40, 512);
         let x = r.floats(3 * 512);
         let (part, near) = (Part::all(&t), 1e-2);
