@@ -85,6 +85,19 @@ const HALF_EXP2: [u32; 6] =
 const LN_2: u32 = 45_426;
 
 impl Draw {
+    /// The likeliest token of the row as it is.
+    pub fn greedy() -> Self {
+        Self {
+            temperature: 0.0,
+            top_k: 0,
+            top_p: 1.0,
+            min_p: 0.0,
+            random: 0,
+            add: Vec::new(),
+            forbidden: Vec::new(),
+        }
+    }
+
     /// See [`Terms`].
     pub fn terms(&self) -> Terms {
         let least = ((f64::from(self.min_p) * ONE as f64).ceil() as u64).clamp(1, ONE);
@@ -319,15 +332,7 @@ mod tests {
 
     #[test]
     fn rows_that_are_wanted_move_up() {
-        let greedy = Draw {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            random: 0,
-            add: vec![],
-            forbidden: vec![],
-        };
+        let greedy = Draw::greedy();
         let wants = [Want::Token(greedy.clone()), Want::Logits, Want::Token(greedy)];
         let mut out = Samples { logits: vec![1.0, 2.0, 3.0, 4.0, 5.0, f32::NAN], tokens: vec![] };
         sample_rows(2, &wants, &mut out);

@@ -334,15 +334,7 @@ impl<'a, B: Backend> Model<'a, B> {
         let data: Vec<f32> = (0..rows * hidden).map(|i| (i % 17) as f32 * 0.1 - 0.8).collect();
         self.b.upload(&data, &mut x)?;
         let blocks = (0..(past + rows).div_ceil(BLOCK_TOKENS) as u32).collect();
-        let greedy = Draw {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            random: 0,
-            add: Vec::new(),
-            forbidden: Vec::new(),
-        };
+        let greedy = Draw::greedy();
         Ok(Work {
             x,
             normed: tensor(hidden)?,

@@ -226,15 +226,7 @@ impl WgpuBackend {
         const VOCAB: usize = 1 << 16;
         let mut logits = self.tensor(1, VOCAB)?;
         self.upload(&ramp(VOCAB), &mut logits)?;
-        let greedy = Draw {
-            temperature: 0.0,
-            top_k: 0,
-            top_p: 1.0,
-            min_p: 0.0,
-            random: 0,
-            add: Vec::new(),
-            forbidden: Vec::new(),
-        };
+        let greedy = Draw::greedy();
         let wants = [Want::Token(greedy)];
         self.fastest(&[false, true], |b, subgroups| {
             b.tuning.subgroup_scan = subgroups;
