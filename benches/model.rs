@@ -169,16 +169,12 @@ impl Subject {
     ) -> anyhow::Result<Self> {
         let backend = Arc::new(CpuBackend::new(options)?);
         let spec = files.spec();
-        let stage = StageSpec {
-            layers: 0..spec.layers,
-            first: true,
-            last: true,
-            rank: 0,
-            ranks: 1,
-            kv_blocks: (tokens as usize).div_ceil(BLOCK_TOKENS),
-            block_tokens: BLOCK_TOKENS,
-            max_tokens: step as usize,
-        };
+        let stage = StageSpec::whole(
+            spec.layers,
+            (tokens as usize).div_ceil(BLOCK_TOKENS),
+            BLOCK_TOKENS,
+            step as usize,
+        );
         let weights = Arc::new(StageWeights::load(backend.as_ref(), files, &stage)?);
         let mut bytes = weights.bytes(backend.as_ref());
         if let (Some(embedding), Some(_)) = (&weights.embedding, &weights.head) {

@@ -45,16 +45,12 @@ fn main() -> anyhow::Result<()> {
     let blocks = (args.from + args.steps).div_ceil(BLOCK_TOKENS);
     let most = args.streams.iter().copied().max().unwrap_or(1).max(args.from);
     let spec = files.spec();
-    let stage = StageSpec {
-        layers: 0..spec.layers,
-        first: true,
-        last: true,
-        rank: 0,
-        ranks: 1,
-        kv_blocks: (blocks * most) as usize,
-        block_tokens: BLOCK_TOKENS as usize,
-        max_tokens: most as usize,
-    };
+    let stage = StageSpec::whole(
+        spec.layers,
+        (blocks * most) as usize,
+        BLOCK_TOKENS as usize,
+        most as usize,
+    );
     let weights = Arc::new(StageWeights::load(backend.as_ref(), &files, &stage)?);
     let mut engine = TransformerEngine::new(backend, weights, stage)?;
     for &streams in &args.streams {

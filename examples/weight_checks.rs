@@ -21,16 +21,7 @@ fn main() -> anyhow::Result<()> {
     let threads = std::thread::available_parallelism().map_or(1, |n| n.get());
     let mut held = plain.clone();
     held.hold_to(Manifest::make(&plain, threads));
-    let stage = StageSpec {
-        layers: 0..plain.spec().layers,
-        first: true,
-        last: true,
-        rank: 0,
-        ranks: 1,
-        kv_blocks: 1,
-        block_tokens: 16,
-        max_tokens: 16,
-    };
+    let stage = StageSpec::whole(plain.spec().layers, 1, 16, 16);
     let backend = CpuBackend::new(CpuOptions::default())?;
     let weights = StageWeights::load(&backend, &held, &stage)?;
     println!("{} MB on {threads} threads; processor time", plain.bytes() / 1_000_000);

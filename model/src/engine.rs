@@ -25,6 +25,15 @@ pub struct StageSpec {
     pub max_tokens: usize,
 }
 
+impl StageSpec {
+    /// A model of so many layers on one device, with room for `kv_blocks` of `block_tokens`
+    /// tokens.
+    pub fn whole(layers: usize, kv_blocks: usize, block_tokens: usize, max_tokens: usize) -> Self {
+        let (first, last, rank, ranks) = (true, true, 0, 1);
+        Self { layers: 0..layers, first, last, rank, ranks, kv_blocks, block_tokens, max_tokens }
+    }
+}
+
 /// One sequence's share of a step.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct BatchSeq {

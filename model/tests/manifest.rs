@@ -34,17 +34,7 @@ fn damage(file: &Path, from_the_end: usize) {
 }
 
 fn whole(files: &ModelFiles) -> StageSpec {
-    let layers = 0..files.spec().layers;
-    StageSpec {
-        layers,
-        first: true,
-        last: true,
-        rank: 0,
-        ranks: 1,
-        kv_blocks: 1,
-        block_tokens: 16,
-        max_tokens: 16,
-    }
+    StageSpec::whole(files.spec().layers, 1, 16, 16)
 }
 
 fn held(path: &Path) -> Option<ModelFiles> {

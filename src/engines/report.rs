@@ -226,16 +226,12 @@ impl<B: Backend> Subject<B> {
     fn load(backend: Arc<B>, files: &ModelFiles) -> Result<Self, String> {
         let spec = files.spec().clone();
         let room = STEPS.iter().map(|s| s.rows + s.past).max().unwrap_or(1);
-        let stage = StageSpec {
-            layers: 0..spec.layers,
-            first: true,
-            last: true,
-            rank: 0,
-            ranks: 1,
-            kv_blocks: room.div_ceil(BLOCK_TOKENS),
-            block_tokens: BLOCK_TOKENS,
-            max_tokens: STEPS.iter().map(|s| s.rows).max().unwrap_or(1),
-        };
+        let stage = StageSpec::whole(
+            spec.layers,
+            room.div_ceil(BLOCK_TOKENS),
+            BLOCK_TOKENS,
+            STEPS.iter().map(|s| s.rows).max().unwrap_or(1),
+        );
         let weights = StageWeights::load(backend.as_ref(), files, &stage);
         let weights = Arc::new(weights.map_err(|e| e.to_string())?);
         let table = weights.embedding.as_ref().filter(|_| weights.head.is_some());

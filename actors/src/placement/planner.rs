@@ -153,16 +153,7 @@ pub fn plan_by_itself(
             node.devices.iter().map(|d| (name.clone(), d.id.clone(), d.free_bytes))
         })
         .collect();
-    let whole = StageSpec {
-        layers: 0..model.layers(),
-        first: true,
-        last: true,
-        rank: 0,
-        ranks: 1,
-        kv_blocks: 0,
-        block_tokens: limits.block_tokens,
-        max_tokens: limits.step_tokens,
-    };
+    let whole = StageSpec::whole(model.layers(), 0, limits.block_tokens, limits.step_tokens);
     let need = model.stage_bytes(&whole) + limits.kv_bytes;
     if devices.iter().all(|(_, _, free)| *free >= need) {
         let wants = devices

@@ -182,16 +182,7 @@ mod tests {
     const SIZE: usize = 4;
 
     fn engine() -> CheckedEngine {
-        let stage = StageSpec {
-            layers: 0..2,
-            first: true,
-            last: true,
-            rank: 0,
-            ranks: 1,
-            kv_blocks: 8,
-            block_tokens: SIZE,
-            max_tokens: 64,
-        };
+        let stage = StageSpec::whole(2, 8, SIZE, 64);
         let spec = HashSpec { layers: 2, ..HashSpec::default() };
         CheckedEngine::new(Box::new(HashEngine::new(spec, stage).expect("a stage")))
     }

@@ -241,16 +241,7 @@ pub fn oracle(spec: &HashSpec, request: &Request) -> Vec<u32> {
     let (block_tokens, mut spec) = (16, spec.clone());
     (spec.step_cost, spec.token_cost) = Default::default();
     let blocks = total.div_ceil(block_tokens);
-    let stage = StageSpec {
-        layers: 0..spec.layers,
-        first: true,
-        last: true,
-        rank: 0,
-        ranks: 1,
-        kv_blocks: blocks,
-        block_tokens,
-        max_tokens: total,
-    };
+    let stage = StageSpec::whole(spec.layers, blocks, block_tokens, total);
     let mut engine = HashEngine::new(spec, stage).expect("a whole stage");
     let (mut tokens, mut position, mut output) = (request.prompt.clone(), 0, Vec::new());
     while output.len() < request.max_tokens as usize {

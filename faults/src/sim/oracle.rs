@@ -24,16 +24,7 @@ fn complete(spec: &HashSpec, request: &RequestSpec) -> Option<Vec<u32>> {
         return None;
     }
     let blocks = total.div_ceil(BLOCK_TOKENS);
-    let stage = StageSpec {
-        layers: 0..spec.layers,
-        first: true,
-        last: true,
-        rank: 0,
-        ranks: 1,
-        kv_blocks: blocks,
-        block_tokens: BLOCK_TOKENS,
-        max_tokens: total,
-    };
+    let stage = StageSpec::whole(spec.layers, blocks, BLOCK_TOKENS, total);
     let mut free = spec.clone();
     (free.step_cost, free.token_cost) = Default::default();
     let mut engine = HashEngine::new(free, stage).ok()?;

@@ -73,16 +73,7 @@ impl Replica {
     async fn start(name: &str, answers: bool, step_deadline: Duration) -> Self {
         let options = NodeOptions::new(NodeName::new(name).unwrap(), "test", "memory:0");
         let node = Node::start(options, Arc::new(MemoryNetwork::new(1))).await.unwrap();
-        let spec = StageSpec {
-            layers: 0..1,
-            first: true,
-            last: true,
-            rank: 0,
-            ranks: 1,
-            kv_blocks: 64,
-            block_tokens: 4,
-            max_tokens: 64,
-        };
+        let spec = StageSpec::whole(1, 64, 4, 64);
         let (device, stage) = ("cpu".to_string(), 0);
         let place = ShardPlace { node: node.name().clone(), device, stage, spec };
         let plan = ReplicaPlan {
