@@ -69,6 +69,11 @@ pub struct BenchArgs {
     /// Send requests as a Poisson process, this many a second, instead
     #[arg(long)]
     rate: Option<f64>,
+    /// Send requests in batches of this many instead, each when the one before is done, all of a
+    /// batch computed to its longest output and only the asked tokens counted: static batching
+    #[arg(long, value_name = "N", conflicts_with_all = ["concurrency", "rate", "per_stream"])]
+    #[arg(conflicts_with_all = ["intrude", "disconnect"])]
+    static_batches: Option<usize>,
     /// Prompt length in tokens: N, uniform:LOW..HIGH or lognormal:MEDIAN,SIGMA,MAX
     #[arg(long, default_value = "128")]
     prompt_tokens: Lengths,
@@ -182,6 +187,7 @@ async fn measure_row(
         arrivals: match options.arrivals {
             Arrivals::Closed { .. } => options.arrivals,
             Arrivals::Poisson { .. } => Arrivals::Closed { concurrency: 1 },
+            Arrivals::Batches { size } => Arrivals::Closed { concurrency: size },
         },
         ..options.clone()
     };
@@ -229,6 +235,10 @@ fn rows(args: &BenchArgs) -> Result<Vec<Options>> {
         ensure!(positive(per_second), "--rate must be more than 0");
         return Ok(vec![options(Arrivals::Poisson { per_second }, args.requests, 0)]);
     }
+    if let Some(size) = args.static_batches {
+        ensure!(size > 0, "--static-batches must be at least 1");
+        return Ok(vec![options(Arrivals::Batches { size }, args.requests, 0)]);
+    }
     ensure!(!args.concurrency.contains(&0), "--concurrency must be at least 1");
     let row = |(row, &concurrency): (usize, &usize)| {
         let requests = args.per_stream.map_or(args.requests, |each| each * concurrency);
@@ -271,20 +281,7 @@ async fn drive(
     });
     match options.arrivals {
         Arrivals::Closed { concurrency } => {
-            let queue = Arc::new(Mutex::new(planned));
-            for _ in 0..concurrency {
-                let (sender, queue, bar) = (sender.clone(), queue.clone(), bar.clone());
-                tasks.spawn(async move {
-                    let mut samples = Vec::new();
-                    loop {
-                        let next = queue.lock().await.pop_front();
-                        let Some((number, request)) = next else { return samples };
-                        let due = Instant::now();
-                        samples.push(sender.measure(number, request, (begun, due)).await);
-                        bar.inc(1);
-                    }
-                });
-            }
+            drive_closed(sender, &mut tasks, planned, concurrency, begun, bar);
         }
         Arrivals::Poisson { .. } => {
             for (number, request) in planned {
@@ -299,6 +296,10 @@ async fn drive(
                 });
             }
         }
+        Arrivals::Batches { size } => {
+            let (sender, bar) = (sender.clone(), bar.clone());
+            tasks.spawn(async move { drive_batches(&sender, planned, size, begun, &bar).await });
+        }
     }
     let mut samples: Vec<_> = tasks.join_all().await.into_iter().flatten().collect();
     let wall = begun.elapsed().as_secs_f64();
@@ -306,6 +307,49 @@ async fn drive(
         samples.extend(intruding.await);
     }
     (samples, wall)
+}
+
+/// As many workers as requests are kept going.
+fn drive_closed(
+    sender: &Arc<Sender>,
+    tasks: &mut JoinSet<Vec<Sample>>,
+    planned: VecDeque<(usize, Planned)>,
+    concurrency: usize,
+    begun: Instant,
+    bar: &ProgressBar,
+) {
+    let queue = Arc::new(Mutex::new(planned));
+    for _ in 0..concurrency {
+        let (sender, queue, bar) = (sender.clone(), queue.clone(), bar.clone());
+        tasks.spawn(async move {
+            let mut samples = Vec::new();
+            loop {
+                let next = queue.lock().await.pop_front();
+                let Some((number, request)) = next else { return samples };
+                let due = Instant::now();
+                samples.push(sender.measure(number, request, (begun, due)).await);
+                bar.inc(1);
+            }
+        });
+    }
+}
+
+/// A batch starts when the one before has ended.
+async fn drive_batches(
+    sender: &Arc<Sender>,
+    mut planned: VecDeque<(usize, Planned)>,
+    size: usize,
+    begun: Instant,
+    bar: &ProgressBar,
+) -> Vec<Sample> {
+    let mut samples = Vec::new();
+    while !planned.is_empty() {
+        let batch = planned.drain(..size.min(planned.len())).collect();
+        let mut tasks = JoinSet::new();
+        drive_closed(sender, &mut tasks, batch, size, begun, bar);
+        samples.extend(tasks.join_all().await.into_iter().flatten());
+    }
+    samples
 }
 
 impl Sender {
@@ -337,7 +381,7 @@ impl Sender {
         let body = json!({
             "model": self.model,
             "prompt": request.prompt,
-            "max_tokens": request.output_tokens,
+            "max_tokens": request.computed_tokens,
             "ignore_eos": true,
             "temperature": self.temperature,
             "seed": self.seed.wrapping_add(number as u64) >> 1,
@@ -353,6 +397,9 @@ impl Sender {
             if !next_text(&mut stream, sample).await? {
                 break;
             }
+            if chunk >= request.output_tokens {
+                continue; // Padding: computed, but nobody asked for it.
+            }
             let now = Instant::now();
             let gap = (now - last).as_secs_f64();
             last = now;
@@ -364,6 +411,7 @@ impl Sender {
                 }
             }
         }
+        sample.output_tokens = sample.output_tokens.min(request.output_tokens.into());
         Ok(Outcome::Done)
     }
 }
@@ -405,6 +453,7 @@ fn print(sender: &Sender, options: &Options, report: &Report) {
     let load = match options.arrivals {
         Arrivals::Closed { concurrency } => format!("{concurrency} at a time"),
         Arrivals::Poisson { per_second } => format!("Poisson, {per_second} a second"),
+        Arrivals::Batches { size } => format!("padded batches of {size}"),
     };
     println!("{} at {}, {load}, seed {}", sender.model, sender.client.authority(), options.seed);
     println!(

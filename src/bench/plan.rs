@@ -76,6 +76,10 @@ pub enum Arrivals {
     Closed { concurrency: usize },
     /// A Poisson process, whatever the server does.
     Poisson { per_second: f64 },
+    /// This many at once, the next so many when all have ended; each computes as many tokens as
+    /// the longest of its batch. So spends its time a server that batches whole requests (Yu et
+    /// al. 2022, "Orca", section 3): rows that are done are computed on as padding.
+    Batches { size: usize },
 }
 
 #[derive(Debug, Clone, PartialEq)]
@@ -102,6 +106,8 @@ pub struct Planned {
     pub due: f64,
     pub prompt: Vec<u32>,
     pub output_tokens: u32,
+    /// How many the server is asked for: more than `output_tokens` only in padded batches.
+    pub computed_tokens: u32,
     /// Hang up after this many chunks; 0: before the first.
     pub hang_up_after: Option<u32>,
 }
@@ -113,7 +119,7 @@ pub fn plan(options: &Options) -> Vec<Planned> {
         .map(|_| ids(&mut random, options.prefix_tokens, options.ids))
         .collect();
     let mut due = 0.0;
-    (0..options.requests)
+    let mut plan: Vec<Planned> = (0..options.requests)
         .map(|_| {
             // Every request draws the same number of decisions, so that changing one share does
             // not reshuffle the rest.
@@ -135,9 +141,16 @@ pub fn plan(options: &Options) -> Vec<Planned> {
             prompt.extend(ids(&mut tail, rest, options.ids));
             let hang_up_after = (hang_up < options.disconnect)
                 .then_some((hang_up_at * f64::from(output_tokens)) as u32);
-            Planned { due, prompt, output_tokens, hang_up_after }
+            Planned { due, prompt, output_tokens, computed_tokens: output_tokens, hang_up_after }
         })
-        .collect()
+        .collect();
+    if let Arrivals::Batches { size } = options.arrivals {
+        for batch in plan.chunks_mut(size.max(1)) {
+            let longest = batch.iter().map(|request| request.output_tokens).max().unwrap_or(0);
+            batch.iter_mut().for_each(|request| request.computed_tokens = longest);
+        }
+    }
+    plan
 }
 
 fn ids(random: &mut Random, count: u32, (low, high): (u32, u32)) -> Vec<u32> {

@@ -21,6 +21,7 @@ struct Seen {
     hang_ups: AtomicUsize,
     busy: AtomicUsize,
     most_busy: AtomicUsize,
+    tokens: AtomicUsize,
 }
 
 /// Refuses every `refuse`th request, streams tokens to the others.
@@ -72,6 +73,7 @@ async fn serve(mut socket: TcpStream, seen: &Seen, refuse: usize) -> std::io::Re
     socket.write_all(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n").await?;
     for _ in 0..output.as_u64().expect("a number") {
         tokio::time::sleep(STEP).await;
+        seen.tokens.fetch_add(1, Ordering::SeqCst);
         socket.write_all(b"data: {\"choices\":[{\"text\":\"a\"}],\"usage\":null}\n\n").await?;
     }
     let usage = json!({"prompt_tokens": prompt, "completion_tokens": output});
@@ -146,4 +148,32 @@ async fn several_concurrencies_are_rows_of_one_table() {
     assert_eq!(seen.completions.load(Ordering::SeqCst), 8);
     assert_eq!(seen.most_busy.load(Ordering::SeqCst), 3);
     assert_ne!(rows[0]["seed"], rows[1]["seed"], "no row finds the prompts of another");
+}
+
+#[tokio::test]
+async fn padded_batches_compute_the_longest_and_count_what_was_asked() {
+    let (url, seen) = server(usize::MAX).await;
+    let flags = "-n 8 --static-batches 4 --warmup 0 --output-tokens uniform:1..20 --seed 5";
+    let report = &load(&url, flags).await["report"];
+    let options = Options {
+        requests: 8,
+        arrivals: Arrivals::Batches { size: 4 },
+        prompt: Lengths::Fixed(128),
+        output: Lengths::Uniform(1, 20),
+        shared_prefix: 0.0,
+        prefix_tokens: 64,
+        prefix_groups: 1,
+        disconnect: 0.0,
+        ids: (1000, 20000),
+        seed: 5,
+    };
+    let plan = plan::plan(&options);
+    let asked: u32 = plan.iter().map(|request| request.output_tokens).sum();
+    let longest = |batch: &[Planned]| batch.iter().map(|request| request.output_tokens).max();
+    let computed: u32 = plan.chunks(4).filter_map(longest).map(|longest| 4 * longest).sum();
+    assert!(asked < computed, "{asked} of {computed}");
+    assert_eq!(report["output_tokens"], asked);
+    assert_eq!(seen.tokens.load(Ordering::SeqCst), computed as usize);
+    assert_eq!(seen.most_busy.load(Ordering::SeqCst), 4, "a batch waits for the one before");
+    assert_eq!(report["itl_ms"]["count"], asked - 8, "padding has no gaps");
 }

@@ -107,8 +107,9 @@ def start_alone(peer, client, times):
     try:
         with MemoryWatch(server.tree) as watch:
             # Nearly all of the room for KV: some engines take it at the start, some as it fills.
-            streams, prompt = peer.job.streams, peer.job.stream_tokens - 160
-            load(server, client, streams, streams, prompt, 128, seed=9000)
+            # Short prompts and long outputs, so that all streams are at their ends together.
+            streams, output = peer.job.streams, peer.job.stream_tokens - 160
+            load(server, client, streams, streams, 128, output, seed=9000)
     except BaseException:
         server.stop()
         raise
