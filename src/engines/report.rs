@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use dunlin_backend::{Backend, DeviceInfo, Precision};
+use dunlin_backend::{Backend, DeviceInfo, KvDtype, Precision};
 use dunlin_cpu::{CpuBackend, CpuOptions};
 use dunlin_model::engine::{Alone, Batch, BatchSeq, Engine, SampleSpec, StageSpec};
 use dunlin_model::loader::ModelFiles;
@@ -218,6 +218,7 @@ struct Subject<B: Backend> {
     spec: ModelSpec,
     /// All that a step reads: not the embedding table, where the head is another matrix.
     weight_bytes: u64,
+    kv: KvDtype,
 }
 
 const BLOCK_TOKENS: usize = 16;
@@ -237,8 +238,9 @@ impl<B: Backend> Subject<B> {
         let table = weights.embedding.as_ref().filter(|_| weights.head.is_some());
         let unread = table.map_or(0, |table| backend.weight_bytes(table));
         let weight_bytes = weights.bytes(backend.as_ref()) - unread;
+        let kv = backend.kv_dtype();
         let engine = TransformerEngine::new(backend, weights, stage).map_err(|e| e.to_string())?;
-        Ok(Self { engine, spec, weight_bytes })
+        Ok(Self { engine, spec, weight_bytes, kv })
     }
 
     fn step(&mut self, step: Step) -> Result<Cost, String> {
@@ -266,18 +268,16 @@ impl<B: Backend> Subject<B> {
             return Err(error);
         }
         let s = &self.spec;
-        let (n, reach) = (rows as f64, (rows + past) as f64);
-        let ffn = s.moe.as_ref().map_or(s.ffn, |moe| moe.top_k * moe.ffn);
-        let layer = s.hidden * s.head_dim * 2 * (s.heads + s.kv_heads) + 3 * s.hidden * ffn;
-        let products = n * (s.layers * layer) as f64 + (s.vocab * s.hidden) as f64;
-        let attended = n * (past as f64 + (n + 1.0) / 2.0);
-        let attention = 2.0 * (s.layers * s.heads * s.head_dim) as f64 * attended;
-        let entry = (2 * 4 * s.layers * s.kv_heads * s.head_dim) as f64;
-        Ok(Cost {
-            what: String::new(),
-            bytes: self.weight_bytes as f64 + entry * reach,
-            operations: 2.0 * (products + attention),
-            times,
-        })
+        let shape = Shape {
+            hidden: s.hidden,
+            inner: s.moe.as_ref().map_or(s.ffn, |moe| moe.top_k * moe.ffn),
+            layers: s.layers,
+            heads: s.heads,
+            kv_heads: s.kv_heads,
+            head_dim: s.head_dim,
+            vocab: s.vocab,
+            ..Shape::SMOLLM2_135M
+        };
+        Ok(shape.cost(step, self.weight_bytes, self.kv, times))
     }
 }

@@ -27,6 +27,16 @@ pub enum Precision {
     Fast,
 }
 
+impl Precision {
+    /// What KV stores hold unless something else is asked for.
+    pub const fn kv(self) -> KvDtype {
+        match self {
+            Precision::Exact => KvDtype::F32,
+            Precision::Fast => KvDtype::F16,
+        }
+    }
+}
+
 /// How keys and values are kept between steps. Other types are other cache contents: blocks of one
 /// never serve another.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize)]
@@ -190,6 +200,10 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// Sets how many rows are in use (`<= capacity`).
     fn set_rows(&self, t: &mut Self::Tensor, rows: usize) -> Result<(), BackendError>;
     fn kv(&self, spec: &KvSpec) -> Result<Self::Kv, BackendError>;
+    /// What its KV stores hold.
+    fn kv_dtype(&self) -> KvDtype {
+        KvDtype::F32
+    }
 
     /// Host to device; sets the row count from `src.len() / cols`.
     fn upload(&self, src: &[f32], dst: &mut Self::Tensor) -> Result<(), BackendError>;
@@ -315,7 +329,8 @@ pub trait Backend: Send + Sync + Sized + 'static {
 
     // What follows serves integrity checks and fault injection; a backend may do without.
 
-    /// [`checksum`](crate::checksum) of the weight's bytes as they lie in device memory.
+    /// A [`checksum`](crate::checksum) over the weight's bytes as they lie in device memory; the same
+    /// for the same bytes on a device of the same kind.
     fn weight_sum(&self, _w: &Self::Weight) -> Option<u64> {
         None
     }

@@ -49,10 +49,7 @@ impl Default for CpuOptions {
 impl CpuOptions {
     /// The type of KV stores that these options ask for.
     pub fn kv_dtype(&self) -> KvDtype {
-        self.kv.unwrap_or(match self.precision {
-            Precision::Fast => KvDtype::F16,
-            Precision::Exact => KvDtype::F32,
-        })
+        self.kv.unwrap_or(self.precision.kv())
     }
 }
 
@@ -229,6 +226,10 @@ impl Backend for CpuBackend {
 
     fn set_rows(&self, t: &mut CpuTensor, rows: usize) -> Result<(), BackendError> {
         t.set_rows("set_rows", rows)
+    }
+
+    fn kv_dtype(&self) -> KvDtype {
+        self.kv
     }
 
     fn kv(&self, spec: &KvSpec) -> Result<CpuKv, BackendError> {

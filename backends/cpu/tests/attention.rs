@@ -6,7 +6,6 @@ use common::*;
 use dunlin_backend::KvDtype;
 use dunlin_cpu::{CpuBackend, Path, Precision};
 use dunlin_suite::attention;
-use half::f16;
 use proptest::prelude::{ProptestConfig, any, prop_assert, prop_assert_eq, proptest};
 
 /// A case of the suite, and what its keys and values are kept as.
@@ -30,26 +29,9 @@ impl Case {
         self.any.run(&self.backend(path, threads), &[self.any.tokens])
     }
 
-    /// What the store keeps of `data`.
-    fn kept(&self, data: &[f32]) -> Vec<f32> {
-        let heads = data.chunks_exact(self.any.spec.head_dim);
-        match self.dtype {
-            KvDtype::F32 => data.to_vec(),
-            KvDtype::F16 => data.iter().map(|x| f16::from_f32(*x).to_f32()).collect(),
-            KvDtype::Int8 => heads
-                .flat_map(|head| {
-                    let amax = head.iter().fold(0f32, |m, x| m.max(x.abs()));
-                    let inverse = if amax > 0.0 { 127.0 / amax } else { 0.0 };
-                    head.iter().map(move |x| (x * inverse).round_ties_even() * (amax / 127.0))
-                })
-                .collect(),
-        }
-    }
-
     fn reference(&self) -> Vec<f64> {
-        let Case { any: c, .. } = self;
+        let c = self.any.kept(self.dtype);
         let (p, d) = (&c.params, c.params.head_dim);
-        let (keys, values) = (self.kept(&c.k), self.kept(&c.v));
         let mut out = Vec::new();
         for row in 0..c.tokens {
             for h in 0..p.heads {
@@ -58,7 +40,7 @@ impl Case {
                 let at = |j: usize| (j * p.kv_heads + p.kv_head_of[h]) * d;
                 let scores: Vec<f64> = (first..=row)
                     .map(|j| {
-                        let k = &keys[at(j)..][..d];
+                        let k = &c.k[at(j)..][..d];
                         let dot: f64 = q.iter().zip(k).map(|(q, k)| *q as f64 * *k as f64).sum();
                         let s = dot * p.scale as f64;
                         p.softcap.map_or(s, |c| c as f64 * (s / c as f64).tanh())
@@ -68,8 +50,7 @@ impl Case {
                 let weights: Vec<f64> = scores.iter().map(|s| (s - top).exp()).collect();
                 let total: f64 = weights.iter().sum();
                 for e in 0..d {
-                    let sum =
-                        (first..=row).zip(&weights).map(|(j, w)| w * values[at(j) + e] as f64);
+                    let sum = (first..=row).zip(&weights).map(|(j, w)| w * c.v[at(j) + e] as f64);
                     out.push(sum.sum::<f64>() / total);
                 }
             }

@@ -1,9 +1,11 @@
 //! Attention over the paged store: random cases, and what must not change their bits.
 
 use crate::random::{Random, download, same_bits, upload};
-use dunlin_backend::{AttentionParams, Backend, BackendError, KvSpec, SeqRows};
+use dunlin_backend::{AttentionParams, Backend, BackendError, KvDtype, KvSpec, SeqRows};
+use half::f16;
 
 /// One sequence's keys, values and queries for all positions, and how they are attended.
+#[derive(Clone)]
 pub struct Case {
     pub params: AttentionParams,
     pub spec: KvSpec,
@@ -85,6 +87,22 @@ impl Case {
             }
         }
         kv
+    }
+
+    /// With keys and values as a store of this type has them.
+    pub fn kept(&self, dtype: KvDtype) -> Case {
+        let head = |head: &[f32]| -> Vec<f32> {
+            let largest = head.iter().fold(0f32, |m, x| m.max(x.abs()));
+            let inverse = if largest > 0.0 { 127.0 / largest } else { 0.0 };
+            let one = |x: &f32| match dtype {
+                KvDtype::F32 => *x,
+                KvDtype::F16 => f16::from_f32(*x).to_f32(),
+                KvDtype::Int8 => (x * inverse).round_ties_even() * (largest / 127.0),
+            };
+            head.iter().map(one).collect()
+        };
+        let all = |data: &[f32]| data.chunks_exact(self.spec.head_dim).flat_map(head).collect();
+        Case { k: all(&self.k), v: all(&self.v), ..self.clone() }
     }
 
     /// Writes and attends chunk by chunk.

@@ -5,6 +5,7 @@
 //! panic where they do not hold: they are for tests.
 
 pub mod attention;
+pub mod faults;
 pub mod ops;
 pub mod random;
 pub mod roofline;

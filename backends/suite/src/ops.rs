@@ -77,37 +77,75 @@ pub fn row_ops<B: Backend>(b: &B, r: &mut Random) -> Vec<(&'static str, Vec<f32>
 
 /// A mixture of experts over random rows, with ties among the scores.
 pub fn experts<B: Backend>(b: &B, r: &mut Random) -> Vec<f32> {
-    let (count, hidden, ffn) = (1 + r.below(7), 32 * (1 + r.below(3)), 32 * (1 + r.below(4)));
-    let (rows, top_k) = (1 + r.below(9), 1 + r.below(count));
-    let mut list = |rows, cols| -> Vec<B::Weight> {
-        let types =
-            DType::ALL.map(|t| (t, t.block_elements())).into_iter().filter(|(_, n)| *n <= 32);
-        let types: Vec<_> = types.map(|(t, _)| t).collect();
-        let one = |_| {
-            let dtype = types[r.below(types.len())];
-            let t = matrix(r, dtype, rows, cols);
-            b.weight(&t, &Part::all(&t)).expect("an op")
+    let m = Mixture::new(b, r);
+    m.run(b, 0..m.rows)
+}
+
+/// A row's bits do not depend on the rows beside it.
+pub fn check_expert_rows<B: Backend>(b: &B, seed: u64) {
+    let mut r = Random::new(seed);
+    let m = Mixture::new(b, &mut r);
+    let all = m.run(b, 0..m.rows);
+    let row = r.below(m.rows);
+    let want = &all[row * m.hidden..][..m.hidden];
+    assert!(same_bits(&m.run(b, row..row + 1), want), "row {row} of {}", m.rows);
+}
+
+struct Mixture<B: Backend> {
+    gate: Vec<B::Weight>,
+    up: Vec<B::Weight>,
+    down: Vec<B::Weight>,
+    hidden: usize,
+    rows: usize,
+    top_k: usize,
+    normalise: bool,
+    x: Vec<f32>,
+    scores: Vec<f32>,
+}
+
+impl<B: Backend> Mixture<B> {
+    fn new(b: &B, r: &mut Random) -> Self {
+        let (count, hidden, ffn) = (1 + r.below(7), 32 * (1 + r.below(3)), 32 * (1 + r.below(4)));
+        let (rows, top_k) = (1 + r.below(9), 1 + r.below(count));
+        let mut list = |rows, cols| -> Vec<B::Weight> {
+            let types =
+                DType::ALL.map(|t| (t, t.block_elements())).into_iter().filter(|(_, n)| *n <= 32);
+            let types: Vec<_> = types.map(|(t, _)| t).collect();
+            let one = |_| {
+                let dtype = types[r.below(types.len())];
+                let t = matrix(r, dtype, rows, cols);
+                b.weight(&t, &Part::all(&t)).expect("an op")
+            };
+            (0..count).map(one).collect()
         };
-        (0..count).map(one).collect()
-    };
-    let (gate, up, down) = (list(ffn, hidden), list(ffn, hidden), list(hidden, ffn));
-    let x = upload(b, hidden, &r.floats(rows * hidden));
-    // Coarse values, so that there are ties.
-    let scores: Vec<f32> = (0..rows * count).map(|_| r.below(5) as f32 - 2.0).collect();
-    let router = upload(b, count, &scores);
-    let mut out = b.tensor(rows, hidden).expect("an op");
-    let experts = Experts {
-        gate: &gate,
-        up: &up,
-        down: &down,
-        top_k,
-        normalise: r.below(2) == 0,
-        activation: Activation::Silu,
-    };
-    b.experts(&x, &router, &experts, &mut out).expect("an op");
-    // Twice, so that what the first run left behind would show.
-    b.experts(&x, &router, &experts, &mut out).expect("an op");
-    download(b, &out)
+        let (gate, up, down) = (list(ffn, hidden), list(ffn, hidden), list(hidden, ffn));
+        let x = r.floats(rows * hidden);
+        // Coarse values, so that there are ties.
+        let scores = (0..rows * count).map(|_| r.below(5) as f32 - 2.0).collect();
+        let normalise = r.below(2) == 0;
+        Self { gate, up, down, hidden, rows, top_k, normalise, x, scores }
+    }
+
+    fn run(&self, b: &B, rows: std::ops::Range<usize>) -> Vec<f32> {
+        let cut =
+            |data: &[f32], cols: usize| upload(b, cols, &data[rows.start * cols..rows.end * cols]);
+        let x = cut(&self.x, self.hidden);
+        let router = cut(&self.scores, self.gate.len());
+        let mut out = b.tensor(rows.len(), self.hidden).expect("an op");
+        let experts = Experts {
+            gate: &self.gate,
+            up: &self.up,
+            down: &self.down,
+            top_k: self.top_k,
+            normalise: self.normalise,
+            activation: Activation::Silu,
+        };
+        // Twice, so that what the first run left behind would show.
+        for _ in 0..2 {
+            b.experts(&x, &router, &experts, &mut out).expect("an op");
+        }
+        download(b, &out)
+    }
 }
 
 /// Calls whose shapes do not fit are errors, and only that.

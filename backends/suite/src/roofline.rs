@@ -7,8 +7,8 @@
 
 use crate::random::{Random, matrix};
 use dunlin_backend::{
-    Activation, AttentionParams, Backend, BackendError, DType, Draw, KvSpec, LinearPart, Part,
-    Rope, RopeStyle, Samples, SeqRows, Want,
+    Activation, AttentionParams, Backend, BackendError, DType, Draw, KvDtype, KvSpec, LinearPart,
+    Part, Rope, RopeStyle, Samples, SeqRows, Want,
 };
 use std::time::{Duration, Instant};
 
@@ -38,6 +38,23 @@ impl Shape {
         vocab: 49_152,
         dtypes: (DType::Q4_1, DType::Q8_0),
     };
+
+    /// A step of such a model, with one row of logits, that took `times`.
+    pub fn cost(&self, step: Step, weight_bytes: u64, kv: KvDtype, times: Times) -> Cost {
+        let Step { rows, past } = step;
+        let own = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+            + 3 * self.hidden * self.inner;
+        let products = (rows * self.layers * own + self.vocab * self.hidden) as f64;
+        let attended = rows as f64 * (past as f64 + (rows as f64 + 1.0) / 2.0);
+        let attention = 2.0 * (self.layers * self.heads * self.head_dim) as f64 * attended;
+        let entry = self.layers * self.kv_heads * kv.head_bytes(self.head_dim);
+        Cost {
+            what: format!("{rows} rows after {past}"),
+            bytes: (weight_bytes + (entry * (rows + past)) as u64) as f64,
+            operations: 2.0 * (products + attention),
+            times,
+        }
+    }
 }
 
 /// How long something took by the clock, and in processor time per core where that is asked for: a
@@ -306,25 +323,7 @@ impl<'a, B: Backend> Model<'a, B> {
             linear(b, &w.last, &self.head, &mut w.logits)?;
             b.sample(&mut w.logits, &w.wants, &mut w.samples)
         })?;
-        let s = &self.shape;
-        let (rows, reach) = (step.rows as f64, (step.rows + step.past) as f64);
-        let attended = rows * (step.past as f64 + (rows + 1.0) / 2.0);
-        let products = rows * self.layer_elements() + (s.vocab * s.hidden) as f64;
-        let attention = 2.0 * (s.layers * s.heads * s.head_dim) as f64 * attended;
-        let entry = (2 * 4 * s.layers * s.kv_heads * s.head_dim) as f64;
-        Ok(Cost {
-            what: format!("{} rows after {}", step.rows, step.past),
-            bytes: self.bytes as f64 + entry * reach,
-            operations: 2.0 * (products + attention),
-            times,
-        })
-    }
-
-    /// Weights of the layers.
-    fn layer_elements(&self) -> f64 {
-        let s = &self.shape;
-        let own = s.hidden * s.head_dim * 2 * (s.heads + s.kv_heads) + 3 * s.hidden * s.inner;
-        (s.layers * own) as f64
+        Ok(self.shape.cost(step, self.bytes, self.b.kv_dtype(), times))
     }
 
     fn work(&self, Step { rows, past }: Step) -> Result<Work<B>, BackendError> {
