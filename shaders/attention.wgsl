@@ -8,18 +8,18 @@
 // Lines marked @own stand for one line each, @held for one line each vec4 of the query that stays in
 // registers, @q for one line each query head of the group.
 //
-// A tree mask would be one more word a row (which keys of its own step are its ancestors) and one
-// more condition where a key is scored.
+// Keys and values are kept as kv/*.wgsl has it; lines marked @scaled are for types whose heads have a
+// scale.
 
 @group(0) @binding(0) var<storage, read> arena: array<u32>;
 @group(0) @binding(1) var<storage, read> q: array<f32>;
-@group(0) @binding(2) var<storage, read> keys: array<vec4<f32>>;
-@group(0) @binding(3) var<storage, read> values: array<vec4<f32>>;
+@group(0) @binding(2) var<storage, read> keys: array<Kept>;
+@group(0) @binding(3) var<storage, read> values: array<Kept>;
 // The result, or the splits' results: [row][head][split][largest score, sum of shares, -, -, elements].
 @group(0) @binding(4) var<storage, read_write> out: array<f32>;
 
 struct Params {
-    // Arena offset of [position, offset of its block table] of each row.
+    // Arena offset of the rows.
     rows: u32,
     // Arena offset of [KV head (within this store), query heads] of each group; NONE: no more heads.
     groups_of: u32,
@@ -39,8 +39,6 @@ struct Params {
     splits: u32,
 }
 var<immediate> p: Params;
-
-const NONE = 0xffffffffu;
 
 var<workgroup> scores: array<f32, 16 * SLOTS * QUERIES>;
 var<workgroup> shares: array<f32, 16 * SLOTS * QUERIES>;
@@ -88,20 +86,16 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
     // Threads of a group past the last work along, so that barriers are met by all.
     let at = p.groups_of + (QUERIES + 1u) * min(wanted, p.groups - 1u);
     let kv_head = arena[at];
-    let position = arena[p.rows + 2u * row];
-    if (position == NONE) {
+    let own = row_at(p.rows + ROW_WORDS * row);
+    if (own.slot == NONE) {
         return;
     }
-    let table = arena[p.rows + 2u * row + 1u];
-    var first = 0u;
-    if (p.window != 0u && position + 1u > p.window) {
-        first = position + 1u - p.window;
-    }
+    let first = first_key(own, p.window);
 @whole    let begin_split = first / SPLIT;
-@whole    let end_split = position / SPLIT;
+@whole    let end_split = own.slot / SPLIT;
 @part    let begin_split = group.x / blocks_of_groups;
 @part    let end_split = begin_split;
-@part    if (begin_split < first / SPLIT || begin_split > position / SPLIT) {
+@part    if (begin_split < first / SPLIT || begin_split > own.slot / SPLIT) {
 @part        return;
 @part    }
 @q    let named$q = arena[at + 1u + $qu];
@@ -125,23 +119,24 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
 @q        var s$q_$o = vec4<f32>(0.0);
 @}
         let begin_tile = max(first, split * SPLIT) / 16u;
-        let end_tile = min(position, split * SPLIT + SPLIT - 1u) / 16u;
+        let end_tile = min(own.slot, split * SPLIT + SPLIT - 1u) / 16u;
         for (var tile = begin_tile; tile <= end_tile; tile++) {
             let token = tile * 16u;
-            let block = arena[table + token / p.block_tokens];
-            let base = ((block * p.kv_heads + kv_head) * p.block_tokens + token % p.block_tokens) * DIM4;
+            let block = arena[own.table + token / p.block_tokens];
+            let base = ((block * p.kv_heads + kv_head) * p.block_tokens + token % p.block_tokens) * STRIDE;
 @q            var score$q = LOWEST;
-            if (token + t >= first && token + t <= position) {
-                let key = base + t * DIM4;
+            if (token + t >= first && sees(own, token + t)) {
+                let key = base + t * STRIDE;
 @q                var d$q = vec4<f32>(0.0);
 @held{
-                let k$h = keys[key + $hu];
+                let k$h = floats(keys[key + $hu]);
 @q                d$q = fma(q$q_$h, k$h, d$q);
 @}
                 for (var i = HELD; i < DIM4; i++) {
-                    let k = keys[key + i];
+                    let k = floats(keys[key + i]);
 @q                    d$q = fma(query(origin$q, i), k, d$q);
                 }
+@scaled@q                d$q *= bitcast<f32>(keys[key + DIM4]);
 @q                score$q = capped(d$q);
             }
 @q            let row$q = 16u * (QUERIES * slot + $qu);
@@ -161,12 +156,14 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
 @}
             // Slots that were never written may hold anything: they are not read.
             let begin = max(first, token) - token;
-            let end = min(position, token + 15u) - token;
+            let end = min(own.slot, token + 15u) - token;
             for (var j = begin; j <= end; j++) {
-@q                let share$q = shares[row$q + j];
+@q                var share$q = shares[row$q + j];
 @q                l$q += share$q;
+@scaled                let scale = bitcast<f32>(values[base + j * STRIDE + DIM4]);
+@scaled@q                share$q *= scale;
 @own{
-                let v$o = values[base + j * DIM4 + own$o];
+                let v$o = floats(values[base + j * STRIDE + own$o]);
 @q                s$q_$o = fma(vec4<f32>(share$q), v$o, s$q_$o);
 @}
             }

@@ -17,27 +17,21 @@ struct Params {
 }
 var<immediate> p: Params;
 
-const NONE = 0xffffffffu;
-
 @compute @workgroup_size(16)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) local: vec3<u32>) {
     let row = group.y;
     let head = arena[p.heads_of + group.x];
-    let position = arena[p.rows + 2u * row];
-    if (position == NONE) {
+    let own = row_at(p.rows + ROW_WORDS * row);
+    if (own.slot == NONE) {
         return;
     }
-    var first = 0u;
-    if (p.window != 0u && position + 1u > p.window) {
-        first = position + 1u - p.window;
-    }
-    let begin = first / SPLIT;
+    let begin = first_key(own, p.window) / SPLIT;
     let origin = (row * p.heads + head) * p.splits;
     for (var i = local.x; i < DIM4; i += 16u) {
         var top = LOWEST;
         var total = 0.0;
         var sum = vec4<f32>(0.0);
-        for (var split = begin; split <= position / SPLIT; split++) {
+        for (var split = begin; split <= own.slot / SPLIT; split++) {
             let at = (origin + split) * (DIM4 + 1u);
             let state = parts[at];
             let m = merging(top, state.x, split == begin);

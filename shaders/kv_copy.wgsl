@@ -1,8 +1,8 @@
-// Copies whole blocks within a store. No pair's source or target is another pair's target.
+// Copies whole blocks within a store, whatever they hold: a block is a multiple of 16 bytes. No pair's source or target is another pair's target.
 
 @group(0) @binding(0) var<storage, read> arena: array<u32>;
-@group(0) @binding(1) var<storage, read_write> keys: array<vec4<f32>>;
-@group(0) @binding(2) var<storage, read_write> values: array<vec4<f32>>;
+@group(0) @binding(1) var<storage, read_write> keys: array<vec4<u32>>;
+@group(0) @binding(2) var<storage, read_write> values: array<vec4<u32>>;
 
 struct Params {
     // Arena offset of pairs (from, to).

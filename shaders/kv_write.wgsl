@@ -1,11 +1,12 @@
 // Stores keys and values of the rows at their slots. The store is [block][head][token][element],
-// a head's elements padded with zeros to whole vec4s (DIM elements in DIM4 vec4s).
+// a head's elements padded with zeros to whole vec4s (DIM elements in DIM4 vec4s), each kept as
+// kv/*.wgsl has it. Lines marked @scaled are for types whose heads have a scale.
 
 @group(0) @binding(0) var<storage, read> arena: array<u32>;
 @group(0) @binding(1) var<storage, read> k: array<f32>;
 @group(0) @binding(2) var<storage, read> v: array<f32>;
-@group(0) @binding(3) var<storage, read_write> keys: array<vec4<f32>>;
-@group(0) @binding(4) var<storage, read_write> values: array<vec4<f32>>;
+@group(0) @binding(3) var<storage, read_write> keys: array<Kept>;
+@group(0) @binding(4) var<storage, read_write> values: array<Kept>;
 
 struct Params {
     // Arena offset of [block, token in block] of each row; NONE where a row is nobody's.
@@ -31,6 +32,28 @@ fn element(i: u32, at: u32, key: bool) -> f32 {
     return v[at + i];
 }
 
+fn vector(i: u32, at: u32, key: bool) -> vec4<f32> {
+    let e = 4u * i;
+    return vec4<f32>(element(e, at, key), element(e + 1u, at, key), element(e + 2u, at, key), element(e + 3u, at, key));
+}
+
+@scaled // Bits of a head's scale, and what its elements are multiplied with. An infinity or NaN makes
+@scaled // the scale NaN: by bits, since drivers may take it that there is nothing to be found.
+@scaled fn scale_of(at: u32, key: bool) -> vec2<u32> {
+@scaled     var top = 0u;
+@scaled     for (var i = 0u; i < DIM; i++) {
+@scaled         top = max(top, bitcast<u32>(element(i, at, key)) & 0x7fffffffu);
+@scaled     }
+@scaled     if (top < 0x0d800000u) {
+@scaled         return vec2<u32>(0u);
+@scaled     }
+@scaled     if (top >= 0x7f800000u) {
+@scaled         return vec2<u32>(0x7fc00000u, 0u);
+@scaled     }
+@scaled     let largest = bitcast<f32>(top);
+@scaled     return bitcast<vec2<u32>>(vec2<f32>(largest / 127.0, 127.0 / largest));
+@scaled }
+
 @compute @workgroup_size(32)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) local: vec3<u32>) {
     let row = group.y;
@@ -42,10 +65,17 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
         return;
     }
     let token = arena[p.slots + 2u * row + 1u];
-    let to = ((block * p.heads + head) * p.block_tokens + token) * DIM4 + i;
+    let to = ((block * p.heads + head) * p.block_tokens + token) * STRIDE;
     let ka = row * p.k_stride + (p.first_head + head) * DIM;
     let va = row * p.v_stride + (p.first_head + head) * DIM;
-    let e = 4u * i;
-    keys[to] = vec4<f32>(element(e, ka, true), element(e + 1u, ka, true), element(e + 2u, ka, true), element(e + 3u, ka, true));
-    values[to] = vec4<f32>(element(e, va, false), element(e + 1u, va, false), element(e + 2u, va, false), element(e + 3u, va, false));
+@exact    keys[to + i] = kept(vector(i, ka, true));
+@exact    values[to + i] = kept(vector(i, va, false));
+@scaled    let ks = scale_of(ka, true);
+@scaled    let vs = scale_of(va, false);
+@scaled    keys[to + i] = kept(vector(i, ka, true) * bitcast<f32>(ks.y));
+@scaled    values[to + i] = kept(vector(i, va, false) * bitcast<f32>(vs.y));
+@scaled    if (i == 0u) {
+@scaled        keys[to + DIM4] = ks.x;
+@scaled        values[to + DIM4] = vs.x;
+@scaled    }
 }

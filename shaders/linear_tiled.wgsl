@@ -1,9 +1,14 @@
 // Many rows: a workgroup makes 32 rows of 32 output columns. Its threads unpack four blocks of each
 // column into workgroup memory, then each makes eight rows of one column from them. Lines marked
-// @row stand for one line a row.
+// @row stand for one line a row. Float16 weights may lie there as what they are (Held), where the adapter
+// has float16 of its own: half the memory, the same bits.
 
 // [block][vec4][column]: 16 KiB, what every adapter has.
-var<workgroup> unpacked: array<vec4<f32>, 1024>;
+var<workgroup> unpacked: array<Held, 1024>;
+
+fn held(i: u32) -> vec4<f32> {
+    return vec4<f32>(unpacked[i]);
+}
 
 @compute @workgroup_size(32, 4)
 fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) local: vec3<u32>) {
@@ -23,21 +28,21 @@ fn main(@builtin(workgroup_id) group: vec3<u32>, @builtin(local_invocation_id) l
             if (begin + part < p.w.blocks) {
                 let w = block_at(tile, begin + part, lane);
                 let to = 256u * part + lane;
-                unpacked[to] = w.a;
-                unpacked[to + 32u] = w.b;
-                unpacked[to + 64u] = w.c;
-                unpacked[to + 96u] = w.d;
-                unpacked[to + 128u] = w.e;
-                unpacked[to + 160u] = w.f;
-                unpacked[to + 192u] = w.g;
-                unpacked[to + 224u] = w.h;
+                unpacked[to] = Held(w.a);
+                unpacked[to + 32u] = Held(w.b);
+                unpacked[to + 64u] = Held(w.c);
+                unpacked[to + 96u] = Held(w.d);
+                unpacked[to + 128u] = Held(w.e);
+                unpacked[to + 160u] = Held(w.f);
+                unpacked[to + 192u] = Held(w.g);
+                unpacked[to + 224u] = Held(w.h);
             }
             workgroupBarrier();
             for (var b = begin; b < min(begin + 4u, p.w.blocks); b++) {
                 let i = 256u * (b - begin) + lane;
                 let w = Block(
-                    unpacked[i], unpacked[i + 32u], unpacked[i + 64u], unpacked[i + 96u],
-                    unpacked[i + 128u], unpacked[i + 160u], unpacked[i + 192u], unpacked[i + 224u],
+                    held(i), held(i + 32u), held(i + 64u), held(i + 96u),
+                    held(i + 128u), held(i + 160u), held(i + 192u), held(i + 224u),
                 );
 @row                sum$r = chain(w, load(at$r + 8u * b), sum$r);
             }

@@ -60,10 +60,7 @@ async fn computing(config: &ClusterConfig, name: &NodeName, own: &NodeConfig) ->
     let devices = NodeDevices {
         ids: own.devices.clone(),
         threads: config.threads_of(name, cores),
-        precision: match config.cluster.precision {
-            Precision::Fast => dunlin_cpu::Precision::Fast,
-            Precision::Exact => dunlin_cpu::Precision::Exact,
-        },
+        precision: precision(config),
         kv: kv_dtype(config),
         memory: own.memory,
     };
@@ -88,16 +85,20 @@ async fn computing(config: &ClusterConfig, name: &NodeName, own: &NodeConfig) ->
     })
 }
 
-/// What blocks hold in the whole cluster. The default is what all its devices can do.
+/// What blocks hold in the whole cluster.
 fn kv_dtype(config: &ClusterConfig) -> KvDtype {
-    let mut devices = config.nodes.values().flat_map(|node| &node.devices);
     match config.kv.dtype {
         Some(KvType::F32) => KvDtype::F32,
         Some(KvType::F16) => KvDtype::F16,
         Some(KvType::Int8) => KvDtype::Int8,
-        None if config.cluster.precision == Precision::Exact => KvDtype::F32,
-        None if devices.all(|id| engines::is_cpu(id)) => KvDtype::F16,
-        None => KvDtype::F32,
+        None => precision(config).kv(),
+    }
+}
+
+fn precision(config: &ClusterConfig) -> dunlin_backend::Precision {
+    match config.cluster.precision {
+        Precision::Fast => dunlin_backend::Precision::Fast,
+        Precision::Exact => dunlin_backend::Precision::Exact,
     }
 }
 

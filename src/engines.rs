@@ -57,11 +57,6 @@ pub enum DeviceError {
     Cpu(#[from] CpuError),
     #[error(transparent)]
     Wgpu(#[from] WgpuError),
-    #[error(
-        "device {device}: it keeps KV in f32 only, not in {}; \
-         set kv.dtype = \"f32\", or leave it out", .kv.name()
-    )]
-    KvDtype { device: String, kv: KvDtype },
     #[error("device {0}: this build has no backend for it; use cpu, cpu:N or wgpu:N")]
     Unknown(String),
 }
@@ -124,12 +119,9 @@ fn open_device(id: &str, options: CpuOptions) -> Result<Box<dyn Holder>, DeviceE
     if !is_known(id) {
         return Err(DeviceError::Unknown(id.to_owned()));
     }
-    if let Some(kv) = options.kv.filter(|kv| *kv != KvDtype::F32) {
-        return Err(DeviceError::KvDtype { device: id.to_owned(), kv });
-    }
     let name = id.to_owned();
-    let (precision, cache) = (options.precision, models::adapter_folder());
-    let options = WgpuOptions { precision, cache, ..WgpuOptions::default() };
+    let (precision, kv, cache) = (options.precision, options.kv, models::adapter_folder());
+    let options = WgpuOptions { precision, kv, cache, ..WgpuOptions::default() };
     let open = move || WgpuBackend::open_with(&name, &options);
     let backend = open()?;
     let description = backend.info().description;

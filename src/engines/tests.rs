@@ -69,18 +69,3 @@ fn the_type_of_kv_is_part_of_the_cache_namespace_and_of_the_plan() {
     let bytes = [&f32, &f16, &int8].map(|shape| shape.kv_block_bytes(&stage));
     assert!(bytes[0] == 2 * bytes[1] && bytes[1] > bytes[2], "{bytes:?}");
 }
-
-#[test]
-fn an_adapter_refuses_kv_that_it_cannot_keep() {
-    let devices = NodeDevices {
-        ids: vec!["wgpu:0".into()],
-        threads: 1,
-        precision: Precision::Fast,
-        kv: KvDtype::Int8,
-        memory: None,
-    };
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/tiny-llama");
-    let files = ModelFiles::open(&folder).expect("a model");
-    let refused = ModelEngines::new("tiny", files, &devices).err().expect("an error").to_string();
-    assert!(refused.contains("wgpu:0") && refused.contains("kv.dtype = \"f32\""), "{refused}");
-}

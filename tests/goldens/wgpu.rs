@@ -2,19 +2,27 @@
 //! arithmetic it otherwise follows.
 
 use crate::golden::{Golden, data, downloaded, steps_file, summary_file};
-use crate::runner::{CHUNK, Runner};
-use crate::{GEMMA3, SMOLLM2, compare_within, longest, rows};
+use crate::runner::{CHUNK, Runner, argmax, divergence};
+use crate::{GEMMA3, MEAN_KL, SMOLLM2, compare_within, longest, rows};
+use dunlin_backend::{KvDtype, Precision};
 use dunlin_model::engine::Alone;
 use dunlin_model::loader::ModelFiles;
-use dunlin_wgpu::WgpuBackend;
+use dunlin_wgpu::{Product, WgpuBackend, WgpuOptions};
 use std::path::Path;
 
 const LOGIT_BOUND: f32 = 2e-2;
 const CLEAR_MARGIN: f32 = 0.05;
 
+/// Of a few positions.
+const FAST_AGREEMENT: f64 = 0.95;
+
 fn adapter() -> WgpuBackend {
+    opened(&WgpuOptions::default())
+}
+
+fn opened(options: &WgpuOptions) -> WgpuBackend {
     let id = std::env::var("DUNLIN_TEST_WGPU").unwrap_or_else(|_| "wgpu:0".into());
-    WgpuBackend::open(&id)
+    WgpuBackend::open_with(&id, options)
         .unwrap_or_else(|e| panic!("{e}: run tools/test, which installs a software driver"))
 }
 
@@ -39,6 +47,34 @@ fn wgpu_matches_smollm2() {
 fn wgpu_matches_gemma3() {
     let file = data("golden/gemma3-270m-q4_k_m.logits.json");
     short_prompts(&downloaded(GEMMA3), summary_file(&file), 30, 2);
+}
+
+/// Products of bytes, whatever the adapter would choose, and short types of KV.
+#[test]
+fn wgpu_fast_mode_stays_near_the_exact_one() {
+    let model = ModelFiles::open(&downloaded(SMOLLM2)).expect("a model");
+    let goldens = summary_file(&data("golden/smollm2-135m-instruct-q4_1.logits.json"));
+    let short: Vec<Golden> = goldens.into_iter().filter(|g| g.prompt < 40).take(2).collect();
+    let mut exact = Runner::new(adapter(), &model, longest(&short));
+    let oracle: Vec<Vec<f32>> = short.iter().flat_map(|g| rows(&mut exact, g)).collect();
+    for kv in [KvDtype::F16, KvDtype::Int8] {
+        let options =
+            WgpuOptions { precision: Precision::Fast, kv: Some(kv), ..Default::default() };
+        let mut backend = opened(&options);
+        backend.use_packed(Product::Rows(1, 4), Product::Rows(4, 4));
+        let mut fast = Runner::new(backend, &model, longest(&short));
+        let got = short.iter().flat_map(|g| rows(&mut fast, g));
+        let (mut agreed, mut kl) = (0.0, 0.0);
+        for (oracle, got) in oracle.iter().zip(got) {
+            agreed += f64::from(u8::from(argmax(oracle) == argmax(&got)));
+            kl += divergence(oracle, &got);
+        }
+        let (count, mean, share) =
+            (oracle.len(), kl / oracle.len() as f64, agreed / oracle.len() as f64);
+        println!("fast, {kv:?} KV: {count} positions, mean KL {mean:.5}, {share:.4} agree");
+        assert!(count >= 30 && mean > 0.0, "{kv:?}: {count} positions, mean KL {mean}");
+        assert!(mean <= MEAN_KL && share >= FAST_AGREEMENT, "{kv:?}: mean KL {mean}, {share}");
+    }
 }
 
 #[test]

@@ -2,10 +2,11 @@
 //! matrices reach on it in the same run.
 //!
 //! `cargo bench -p dunlin-wgpu --bench kernels -- [DEVICE]`: see `dunlin_suite::roofline`. `DEVICE` is
-//! `wgpu:0` unless given; `types` compares the element types instead, `fast` computes as fast mode does. "Busy" is processor time per
-//! core, which means something for software adapters only.
+//! `wgpu:0` unless given; `fast` computes as fast mode does, `f32`, `f16` and `int8` are types of KV;
+//! `types` compares the element types of weights instead, `experts` a mixture in both arithmetics.
+//! "Busy" is processor time per core, which means something for software adapters only.
 
-use dunlin_backend::{Backend, DType, LinearPart, Part, Precision};
+use dunlin_backend::{Activation, Backend, DType, Experts, KvDtype, LinearPart, Part, Precision};
 use dunlin_suite::random::{Random, matrix};
 use dunlin_suite::roofline::{Ceilings, Meter, Model, Rate, STEPS, Shape, Times};
 use dunlin_wgpu::{WgpuBackend, WgpuOptions};
@@ -19,11 +20,15 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         true => Precision::Fast,
         false => Precision::Exact,
     };
-    let b = WgpuBackend::open_with(&id, &WgpuOptions { precision, ..WgpuOptions::default() })?;
+    let kv = KvDtype::ALL.into_iter().find(|kv| std::env::args().any(|a| a == kv.name()));
+    let b = WgpuBackend::open_with(&id, &WgpuOptions { precision, kv, ..WgpuOptions::default() })?;
     println!("{id}: {}", b.info().description);
     println!("{:?}", b.tuning());
     if std::env::args().any(|a| a == "types") {
         return types(&b);
+    }
+    if std::env::args().any(|a| a == "experts") {
+        return mixture(&id);
     }
     let ceilings = Ceilings::measure(&b, METER)?;
     let Ceilings { copy, read, product, round_trip } = &ceilings;
@@ -93,6 +98,45 @@ fn types(b: &WgpuBackend) -> Result<(), Box<dyn std::error::Error>> {
                 SHAPE.1,
                 times(&spent)
             );
+        }
+    }
+    Ok(())
+}
+
+/// Two of eight experts in the size of the default model's feed-forward block.
+fn mixture(id: &str) -> Result<(), Box<dyn std::error::Error>> {
+    const HIDDEN: usize = 576;
+    const INNER: usize = 1536;
+    const COUNT: usize = 8;
+    for precision in [Precision::Exact, Precision::Fast] {
+        let b = WgpuBackend::open_with(id, &WgpuOptions { precision, ..WgpuOptions::default() })?;
+        let list = |rows, cols| {
+            let one = |seed| {
+                let t = matrix(&mut Random::new(seed), DType::Q4_0, rows, cols);
+                b.weight(&t, &Part::all(&t))
+            };
+            (0..COUNT as u64).map(one).collect::<Result<Vec<_>, _>>()
+        };
+        let (gate, up, down) = (list(INNER, HIDDEN)?, list(INNER, HIDDEN)?, list(HIDDEN, INNER)?);
+        let experts = Experts {
+            gate: &gate,
+            up: &up,
+            down: &down,
+            top_k: 2,
+            normalise: true,
+            activation: Activation::Silu,
+        };
+        for rows in [1, 16] {
+            let (mut x, mut router) = (b.tensor(rows, HIDDEN)?, b.tensor(rows, COUNT)?);
+            let mut out = b.tensor(rows, HIDDEN)?;
+            b.upload(&Random::new(7).floats(rows * HIDDEN), &mut x)?;
+            b.upload(&Random::new(8).floats(rows * COUNT), &mut router)?;
+            let mut host = Vec::new();
+            let spent = METER.best(|| {
+                b.experts(&x, &router, &experts, &mut out)?;
+                b.download(&out, &mut host)
+            })?;
+            println!("{precision:?}, {rows} rows: {}", times(&spent));
         }
     }
     Ok(())

@@ -2,7 +2,7 @@
 
 use crate::gpu::Gpu;
 use crate::memory;
-use dunlin_backend::Precision;
+use dunlin_backend::{KvDtype, Precision};
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -30,6 +30,8 @@ pub struct WgpuOptions {
     /// In fast mode products with quantised weights take activations as int8 where the adapter is
     /// much faster at it; else, and for all else, arithmetic is float32.
     pub precision: Precision,
+    /// What KV stores hold; `None`: what is usual in this precision.
+    pub kv: Option<KvDtype>,
     /// A folder for what was measured and compiled, so that the next start need not; `None` keeps
     /// nothing.
     pub cache: Option<PathBuf>,
@@ -41,7 +43,7 @@ pub struct WgpuOptions {
 impl Default for WgpuOptions {
     /// Exact, keeping nothing.
     fn default() -> Self {
-        Self { precision: Precision::Exact, cache: None, binding_bytes: None }
+        Self { precision: Precision::Exact, kv: None, cache: None, binding_bytes: None }
     }
 }
 

@@ -2,16 +2,18 @@
 
 use crate::backend::WgpuBackend;
 use crate::gpu::{Buffer, Gpu};
-use crate::kernels::Kernel;
+use crate::kernels::{Kept, Kernel};
 use crate::kv::{NONE, Store, WgpuKv};
 use crate::record::Recorder;
 use crate::tensor::{WgpuTensor, same, shape, word};
-use dunlin_backend::{AttentionParams, BackendError, SeqRows};
+use dunlin_backend::{AttentionParams, BackendError, KvDtype, SeqRows};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
 /// Keys of a split, as in `shaders/merge.wgsl`.
 const SPLIT: usize = 256;
+/// Words of a row, as there.
+const ROW_WORDS: usize = 4;
 /// Rows of a call beyond which there is work enough without splits.
 const FEW_ROWS: usize = 16;
 
@@ -36,6 +38,16 @@ impl Attend {
     ];
 }
 
+/// Which keys of its own step a row sees.
+#[derive(Clone, Copy)]
+pub(crate) enum Mask<'a> {
+    /// All up to its own.
+    Causal,
+    /// Rows of a sequence are nodes of a tree: bit `i` of a row's word is the sequence's row `i` of
+    /// this step, set for the row's ancestors and itself. At most 32 rows a sequence.
+    Tree(&'a [u32]),
+}
+
 /// Results of splits, made at first use and for the longest context so far.
 #[derive(Default)]
 pub(crate) struct Scratch {
@@ -52,6 +64,7 @@ struct Call<'a> {
     info: u32,
     how: Attend,
     queries: u32,
+    kept: Kept,
     /// Zero: not split.
     splits: usize,
 }
@@ -64,12 +77,13 @@ impl WgpuKv {
         (rec, scratch): (&mut Recorder, &mut Scratch),
         q: &WgpuTensor,
         layer: usize,
-        seqs: &[SeqRows],
+        (seqs, mask): (&[SeqRows], Mask<'_>),
         params: &AttentionParams,
         out: &mut WgpuTensor,
     ) -> Result<(), BackendError> {
         self.check_params(q, params, out)?;
         self.check("attention", layer, q.rows, seqs)?;
+        mask.check(seqs, q.rows)?;
         out.set_rows("attention", q.rows)?;
         if seqs.is_empty() || params.heads == 0 {
             return Ok(());
@@ -79,7 +93,7 @@ impl WgpuKv {
         let (tables, words) = row_tables(seqs, rows, self.spec.block_tokens);
         // A group takes five words at most, and the list of heads a word each.
         rec.begin(words + 6 * params.heads * stores.len())?;
-        let info = row_info(rec, seqs, rows, &tables);
+        let info = row_info(rec, seqs, mask, rows, &tables);
         let how = backend.tuning.attention;
         let largest = (0..params.kv_heads).map(|kv| heads_of(params, kv).count()).max();
         let longest = seqs.iter().map(|s| s.position + s.rows.len()).max().unwrap_or(0);
@@ -93,6 +107,10 @@ impl WgpuKv {
             info,
             how,
             queries: how.queries.min(word(largest.unwrap_or(1))).max(1),
+            kept: match self.dtype {
+                KvDtype::F16 if backend.tuning.native_f16 => Kept::NativeF16,
+                plain => Kept::Plain(plain),
+            },
             splits: if split { splits } else { 0 },
         };
         let parts = scratch.of(&backend.gpu, &call)?;
@@ -132,8 +150,8 @@ impl WgpuKv {
             word(call.splits),
         ];
         let (slots, queries) = (call.how.slots, call.queries);
-        let part = parts.is_some();
-        let kernel = Kernel::Attention { dim, slots, queries, part };
+        let (part, kept) = (parts.is_some(), call.kept);
+        let kernel = Kernel::Attention { dim, slots, queries, part, kept };
         let size = (count.div_ceil(slots) * word(call.splits.max(1)), word(call.rows));
         let read = [&*arena, &call.q.buffer, &store.keys, &store.values];
         let Some(parts) = parts else {
@@ -210,19 +228,47 @@ fn groups(params: &AttentionParams, store: &Store, queries: u32) -> Vec<u32> {
 fn row_tables(seqs: &[SeqRows], rows: usize, block_tokens: usize) -> (Vec<&[u32]>, usize) {
     let used = |s: &SeqRows| (s.position + s.rows.len()).div_ceil(block_tokens);
     let tables: Vec<&[u32]> = seqs.iter().map(|s| &s.blocks[..used(s)]).collect();
-    let words = 2 * rows + tables.iter().map(|t| t.len()).sum::<usize>();
+    let words = ROW_WORDS * rows + tables.iter().map(|t| t.len()).sum::<usize>();
     (tables, words)
 }
 
-/// Puts [position, offset of the table] of each row; NONE where a row is nobody's.
-fn row_info(rec: &mut Recorder, seqs: &[SeqRows], rows: usize, tables: &[&[u32]]) -> u32 {
-    let table_at: Vec<u32> = tables.iter().map(|t| rec.put(t)).collect();
-    let mut info = vec![NONE; 2 * rows];
-    for (s, at) in seqs.iter().zip(&table_at) {
+/// Puts `struct Row` of `shaders/merge.wgsl` for each row; NONE where a row is nobody's.
+fn row_info(
+    rec: &mut Recorder,
+    seqs: &[SeqRows],
+    mask: Mask<'_>,
+    rows: usize,
+    tables: &[&[u32]],
+) -> u32 {
+    let mut info = vec![NONE; ROW_WORDS * rows];
+    for (s, table) in seqs.iter().zip(tables) {
+        let table = rec.put(table);
         for (i, row) in s.rows.clone().enumerate() {
-            info[2 * row] = word(s.position + i);
-            info[2 * row + 1] = *at;
+            let slot = word(s.position + i);
+            let (trunk, tree) = match mask {
+                Mask::Causal => (slot + 1, 0),
+                Mask::Tree(ancestors) => (word(s.position), ancestors[row]),
+            };
+            info[ROW_WORDS * row..][..ROW_WORDS].copy_from_slice(&[slot, table, trunk, tree]);
         }
     }
     rec.put(&info)
+}
+
+impl Mask<'_> {
+    /// Refuses masks that are not of these rows, or in which a row's own bit is not the highest.
+    fn check(self, seqs: &[SeqRows], rows: usize) -> Result<(), BackendError> {
+        const OP: &str = "attention";
+        let Mask::Tree(ancestors) = self else { return Ok(()) };
+        same(OP, "rows of a mask", ancestors.len(), rows)?;
+        for s in seqs {
+            for (i, row) in s.rows.clone().enumerate() {
+                if i >= 32 || ancestors[row].checked_ilog2() != Some(i as u32) {
+                    let mask = ancestors[row];
+                    return Err(shape(OP, format!("row {i} of a tree has the mask {mask:#b}")));
+                }
+            }
+        }
+        Ok(())
+    }
 }

@@ -1,11 +1,12 @@
 //! The [`Backend`] trait: checks shapes and records kernels.
 
 use crate::adapter::{self, WgpuError, WgpuOptions};
-use crate::attend;
+use crate::attend::{self, Mask};
 use crate::experts;
-use crate::gpu::{Buffer, Gpu};
+use crate::gpu::{Buffer, Counts, Gpu};
 use crate::kernels::Kernel;
 use crate::kv::WgpuKv;
+use crate::memory_access;
 use crate::pack::WgpuWeight;
 use crate::packed;
 use crate::record::Recorder;
@@ -13,20 +14,21 @@ use crate::sample;
 use crate::tensor::{WgpuTensor, same, shape, word};
 use crate::tune::Tuning;
 use dunlin_backend::{
-    Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvSpec,
-    LinearPart, Part, Precision, Rope, RopeStyle, Samples, SeqRows, Want,
+    Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvDtype,
+    KvSpec, LinearPart, Part, Precision, Rope, RopeStyle, Samples, SeqRows, Want,
 };
 use parking_lot::Mutex;
 use std::sync::Arc;
 
 /// A graphics adapter as a device. Ops are recorded and run at the next download; calls from
-/// several threads take turns. Arithmetic is float32 whatever the cluster's precision.
+/// several threads take turns.
 pub struct WgpuBackend {
     pub(crate) gpu: Arc<Gpu>,
     /// Bound where a kernel takes a buffer that a call does not have.
     pub(crate) nothing: Buffer,
     pub(crate) tuning: Tuning,
     pub(crate) precision: Precision,
+    pub(crate) kv: KvDtype,
     inner: Mutex<Inner>,
 }
 
@@ -60,7 +62,8 @@ impl WgpuBackend {
         let (experts, packed, splits, draws, rotations) = Default::default();
         let inner = Mutex::new(Inner { rec, experts, packed, splits, draws, rotations });
         let precision = options.precision;
-        let mut made = Self { gpu: gpu.clone(), nothing, tuning, precision, inner };
+        let kv = options.kv.unwrap_or(precision.kv());
+        let mut made = Self { gpu: gpu.clone(), nothing, tuning, precision, kv, inner };
         made.tune().map_err(refused)?;
         Ok(made)
     }
@@ -70,14 +73,37 @@ impl WgpuBackend {
         self.tuning
     }
 
+    /// What was asked of the driver since the device was opened.
+    pub fn counts(&self) -> Counts {
+        self.gpu.counts()
+    }
+
     /// Whether the device is lost or has failed: nothing but opening it anew mends that.
     pub fn broken(&self) -> bool {
         self.gpu.check().is_err()
     }
 
     /// Whether products with quantised weights take activations as int8.
-    fn multiplies_bytes(&self) -> bool {
+    pub(crate) fn multiplies_bytes(&self) -> bool {
         self.precision == Precision::Fast && self.tuning.packed.is_some()
+    }
+
+    /// Attention of rows that are nodes of trees: bit `i` of `ancestors[row]` is set where its
+    /// sequence's row `i` is the row itself or an ancestor. The kernels have this room for verifying
+    /// drafts; nothing drafts yet.
+    #[doc(hidden)]
+    #[allow(clippy::too_many_arguments)]
+    pub fn attend_trees(
+        &self,
+        q: &WgpuTensor,
+        kv: &WgpuKv,
+        layer: usize,
+        (seqs, ancestors): (&[SeqRows], &[u32]),
+        params: &AttentionParams,
+        out: &mut WgpuTensor,
+    ) -> Result<(), BackendError> {
+        let Inner { rec, splits, .. } = &mut *self.inner.lock();
+        kv.attend(self, (rec, splits), q, layer, (seqs, Mask::Tree(ancestors)), params, out)
     }
 
     /// Records an element-wise kernel over the rows of `x` in use.
@@ -150,7 +176,7 @@ pub(crate) fn linear_part(
     let packed = input.packed.filter(|_| weight.is_quantised());
     let (kernel, rows) = match packed {
         Some(_) => backend.tuning.packed_product(x.rows).packed_kernel(layout.dtype),
-        None => backend.tuning.product(x.rows).kernel(layout.dtype),
+        None => backend.tuning.kernel(layout.dtype, x.rows),
     };
     for chunk in &weight.chunks {
         let w = weight.params();
@@ -259,8 +285,12 @@ impl Backend for WgpuBackend {
         t.set_rows("set_rows", rows)
     }
 
+    fn kv_dtype(&self) -> KvDtype {
+        self.kv
+    }
+
     fn kv(&self, spec: &KvSpec) -> Result<WgpuKv, BackendError> {
-        WgpuKv::new(&self.gpu, spec)
+        WgpuKv::new(&self.gpu, spec, self.kv)
     }
 
     fn upload(&self, src: &[f32], dst: &mut WgpuTensor) -> Result<(), BackendError> {
@@ -433,7 +463,7 @@ impl Backend for WgpuBackend {
         out: &mut WgpuTensor,
     ) -> Result<(), BackendError> {
         let Inner { rec, splits, .. } = &mut *self.inner.lock();
-        kv.attend(self, (rec, splits), q, layer, seqs, params, out)
+        kv.attend(self, (rec, splits), q, layer, (seqs, Mask::Causal), params, out)
     }
 
     fn gated(
@@ -456,8 +486,8 @@ impl Backend for WgpuBackend {
         experts: &Experts<'_, Self>,
         out: &mut WgpuTensor,
     ) -> Result<(), BackendError> {
-        let Inner { rec, experts: scratch, .. } = &mut *self.inner.lock();
-        experts::run(self, rec, scratch, x, router, experts, out)
+        let Inner { rec, experts: scratch, packed, .. } = &mut *self.inner.lock();
+        experts::run(self, rec, (scratch, packed), x, router, experts, out)
     }
 
     fn gather(
@@ -492,6 +522,33 @@ impl Backend for WgpuBackend {
 
     fn kv_copy(&self, kv: &mut WgpuKv, pairs: &[(u32, u32)]) -> Result<(), BackendError> {
         kv.copy(&mut self.inner.lock().rec, pairs)
+    }
+
+    fn weight_sum(&self, w: &WgpuWeight) -> Option<u64> {
+        memory_access::weight_sum(&mut self.inner.lock().rec, w).ok()
+    }
+
+    fn weight_flip(&self, w: &WgpuWeight, word: u64, bit: u32) -> Result<(u32, u32), BackendError> {
+        memory_access::weight_flip(&self.gpu, &mut self.inner.lock().rec, w, word, bit)
+    }
+
+    fn kv_flip(
+        &self,
+        kv: &mut WgpuKv,
+        layer: usize,
+        block: u32,
+        slot: usize,
+        bit: u32,
+    ) -> Result<(u32, u32), BackendError> {
+        kv.flip(&self.gpu, &mut self.inner.lock().rec, (layer, block, slot), bit)
+    }
+
+    fn kv_read(&self, kv: &WgpuKv, block: u32) -> Result<Vec<u8>, BackendError> {
+        kv.read(&mut self.inner.lock().rec, block)
+    }
+
+    fn kv_put(&self, kv: &mut WgpuKv, block: u32, content: &[u8]) -> Result<(), BackendError> {
+        kv.put(&self.gpu, &mut self.inner.lock().rec, block, content)
     }
 
     fn lose(&self) -> Result<(), BackendError> {

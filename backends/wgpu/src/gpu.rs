@@ -39,6 +39,19 @@ pub(crate) struct Gpu {
     /// Ids of buffers that are gone: what was cached for them can go too.
     dropped: Mutex<Vec<u64>>,
     broken: Arc<Mutex<Option<String>>>,
+    counts: Mutex<Counts>,
+}
+
+/// What was asked of a driver so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Counts {
+    pub submissions: u64,
+    pub waits: u64,
+    pub buffers: u64,
+    pub bind_groups: u64,
+    pub pipelines: u64,
+    /// Bytes that came back to the host.
+    pub bytes_read: u64,
 }
 
 /// A device buffer with an id that is never used again.
@@ -86,6 +99,7 @@ impl Gpu {
             next_buffer: AtomicU64::new(0),
             dropped: Mutex::new(Vec::new()),
             broken,
+            counts: Mutex::default(),
         }
     }
 
@@ -102,6 +116,20 @@ impl Gpu {
     pub fn lost(&self, reason: impl Into<String>) -> BackendError {
         let reason = self.broken.lock().get_or_insert(reason.into()).clone();
         BackendError::DeviceLost { device: self.id.clone(), reason }
+    }
+
+    pub fn counts(&self) -> Counts {
+        *self.counts.lock()
+    }
+
+    pub fn count(&self, note: impl FnOnce(&mut Counts)) {
+        note(&mut self.counts.lock());
+    }
+
+    /// Hands over commands.
+    pub fn submit(&self, commands: Option<wgpu::CommandBuffer>) -> wgpu::SubmissionIndex {
+        self.count(|c| c.submissions += 1);
+        self.queue.submit(commands)
     }
 
     /// Whether the device was opened with a feature.
@@ -173,6 +201,7 @@ impl Gpu {
             return Err(self.lost(e.to_string()));
         }
         self.used.fetch_add(size, Ordering::Relaxed);
+        self.count(|c| c.buffers += 1);
         let id = self.next_buffer.fetch_add(1, Ordering::Relaxed);
         Ok(Buffer { raw, id, bytes: size, gpu: self.clone() })
     }
@@ -186,7 +215,7 @@ impl Gpu {
         let pending = self.uploaded.fetch_add(buffer.bytes, Ordering::Relaxed) + buffer.bytes;
         if pending > UPLOAD_STEP {
             self.uploaded.store(0, Ordering::Relaxed);
-            let submission = self.queue.submit([]);
+            let submission = self.submit(None);
             self.wait(submission)?;
         }
         self.check()
@@ -196,6 +225,7 @@ impl Gpu {
     pub fn wait(&self, submission: wgpu::SubmissionIndex) -> Result<(), BackendError> {
         let poll =
             wgpu::PollType::Wait { submission_index: Some(submission), timeout: Some(PATIENCE) };
+        self.count(|c| c.waits += 1);
         let waited = self.device.poll(poll);
         self.check()?;
         waited.map(drop).map_err(|e| self.lost(format!("waiting {PATIENCE:?}: {e}")))
@@ -215,6 +245,7 @@ impl Gpu {
             let _ = send.send(result);
         });
         self.wait(submission)?;
+        self.count(|c| c.bytes_read += bytes);
         let mapped = receive.try_recv().map_err(|_| self.lost("a mapping got no answer"))?;
         mapped.map_err(|e| self.lost(format!("mapping: {e}")))?;
         {
@@ -229,6 +260,20 @@ impl Gpu {
     /// Buffers that went since the last call.
     pub fn take_dropped(&self) -> Vec<u64> {
         std::mem::take(&mut *self.dropped.lock())
+    }
+}
+
+impl Counts {
+    /// What came after `before`.
+    pub fn since(&self, before: &Counts) -> Counts {
+        Counts {
+            submissions: self.submissions - before.submissions,
+            waits: self.waits - before.waits,
+            buffers: self.buffers - before.buffers,
+            bind_groups: self.bind_groups - before.bind_groups,
+            pipelines: self.pipelines - before.pipelines,
+            bytes_read: self.bytes_read - before.bytes_read,
+        }
     }
 }
 

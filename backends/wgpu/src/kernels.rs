@@ -2,7 +2,7 @@
 //! first use and kept.
 
 use crate::gpu::Gpu;
-use dunlin_backend::{BackendError, DType};
+use dunlin_backend::{BackendError, DType, KvDtype};
 use std::collections::HashMap;
 
 /// One compiled entry point. Its fields are constants of the shader.
@@ -20,12 +20,17 @@ pub(crate) enum Kernel {
         rows: u32,
         cols: u32,
     },
+    /// The same, 32 rows of 32 columns a workgroup.
+    LinearPackedTiled(DType),
     /// Activations to int8.
     Quantise,
     /// One row, four threads a column.
     LinearSplit(DType),
-    /// 32 rows of 32 columns a workgroup.
-    LinearTiled(DType),
+    /// 32 rows of 32 columns a workgroup. `half`: float16 weights stay so in workgroup memory.
+    LinearTiled {
+        dtype: DType,
+        half: bool,
+    },
     Embed(DType),
     Norm {
         in_place: bool,
@@ -38,6 +43,7 @@ pub(crate) enum Kernel {
     Rope,
     KvWrite {
         dim: u32,
+        kept: KvDtype,
     },
     /// `slots` groups of up to `queries` query heads a workgroup; `part`: of one split.
     Attention {
@@ -45,6 +51,7 @@ pub(crate) enum Kernel {
         slots: u32,
         queries: u32,
         part: bool,
+        kept: Kept,
     },
     AttentionMerge {
         dim: u32,
@@ -60,6 +67,15 @@ pub(crate) enum Kernel {
     SampleDraw,
 }
 
+/// What keys and values are, as a kernel reads them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) enum Kept {
+    /// In shaders that any adapter takes.
+    Plain(KvDtype),
+    /// Float16 by the adapter's own.
+    NativeF16,
+}
+
 macro_rules! text {
     ($name:literal) => {
         include_str!(concat!("../../../shaders/", $name, ".wgsl"))
@@ -70,8 +86,8 @@ impl Kernel {
     /// Read-only bindings, then writable ones.
     pub fn bindings(self) -> (u32, u32) {
         match self {
-            Kernel::Linear { .. } | Kernel::LinearSplit(_) | Kernel::LinearTiled(_) => (5, 1),
-            Kernel::LinearPacked { .. } => (6, 1),
+            Kernel::Linear { .. } | Kernel::LinearSplit(_) | Kernel::LinearTiled { .. } => (5, 1),
+            Kernel::LinearPacked { .. } | Kernel::LinearPackedTiled(_) => (6, 1),
             Kernel::Quantise => (1, 2),
             Kernel::Embed(_) => (3, 1),
             Kernel::Norm { in_place: true, .. } => (1, 1),
@@ -99,8 +115,14 @@ impl Kernel {
     }
 
     fn text(self) -> String {
-        let weights = |dtype, rest: &str| [text!("weights"), unpack(dtype), rest].concat();
+        let weights = |dtype, rest: &str| unpack(dtype) + rest;
         let linear = only(text!("linear"), "@plain", "@packed");
+        let packed = |dtype| {
+            let (keep, drop) =
+                if dtype == DType::Q6_K { ("@two", "@one") } else { ("@one", "@two") };
+            let shared = only(text!("linear_packed"), keep, drop);
+            unpack(dtype) + &only(text!("linear"), "@packed", "@plain") + &shared
+        };
         let body = match self {
             Kernel::Linear { dtype, rows, cols } => {
                 let body = repeat(text!("linear_rows"), "@row", "$r", rows);
@@ -109,21 +131,20 @@ impl Kernel {
                 head + &weights(dtype, &linear) + &body
             }
             Kernel::LinearPacked { dtype, rows, cols } => {
-                let body = repeat(text!("linear_packed"), "@row", "$r", rows);
+                let body = repeat(text!("linear_packed_rows"), "@row", "$r", rows);
                 let body = repeat(&body, "@col", "$c", cols);
-                let body = match dtype {
-                    DType::Q6_K => only(&body, "@two", "@one"),
-                    _ => only(&body, "@one", "@two"),
-                };
                 let head = format!("const ROWS = {rows}u;\nconst LANES = {}u;\n", 32 / cols);
-                let linear = only(text!("linear"), "@packed", "@plain");
-                [&head, text!("weights"), &linear, &body, unpack_bytes(dtype)].concat()
+                head + &packed(dtype) + &body
+            }
+            Kernel::LinearPackedTiled(dtype) => {
+                packed(dtype) + &repeat(text!("linear_packed_tiled"), "@row", "$r", 8)
             }
             Kernel::Quantise => repeat(text!("quantise"), "@v", "$", 8),
             Kernel::LinearSplit(dtype) => weights(dtype, &linear) + text!("linear_split"),
-            Kernel::LinearTiled(dtype) => {
+            Kernel::LinearTiled { dtype, half } => {
                 let body = repeat(text!("linear_tiled"), "@row", "$r", 8);
-                weights(dtype, &linear) + &body
+                let held = if half { "f16" } else { "f32" };
+                format!("alias Held = vec4<{held}>;\n") + &weights(dtype, &linear) + &body
             }
             Kernel::Embed(dtype) => weights(dtype, text!("embed")),
             Kernel::Norm { in_place, lanes } => {
@@ -134,18 +155,22 @@ impl Kernel {
                 text!("elementwise").to_owned()
             }
             Kernel::Rope => text!("rope").to_owned(),
-            Kernel::KvWrite { dim } => format!("{}{}", head(dim), text!("kv_write")),
-            Kernel::Attention { dim, slots, queries, part } => {
+            Kernel::KvWrite { dim, kept } => {
+                let kept = Kept::Plain(kept);
+                [&head(dim), kept.text(), &kept.marked(text!("kv_write"))].concat()
+            }
+            Kernel::Attention { dim, slots, queries, part, kept } => {
                 let dim4 = dim.div_ceil(4);
                 let held = dim4.min(if queries == 1 { HELD } else { 2 * HELD / queries });
                 let (keep, drop) = if part { ("@part", "@whole") } else { ("@whole", "@part") };
                 let body = blocks(text!("attention"), "@held", "$h", held);
                 let body = blocks(&body, "@own", "$o", dim4.div_ceil(16));
-                let body = repeat(&only(&body, keep, drop), "@q", "$q", queries);
+                let body = kept.marked(&only(&body, keep, drop));
+                let body = repeat(&body, "@q", "$q", queries);
                 let counts = format!(
                     "const SLOTS = {slots}u;\nconst QUERIES = {queries}u;\nconst HELD = {held}u;\n"
                 );
-                [&head(dim), &counts, text!("merge"), &body].concat()
+                [&head(dim), kept.text(), &counts, text!("merge"), &body].concat()
             }
             Kernel::AttentionMerge { dim } => {
                 [&head(dim), text!("merge"), text!("attention_merge")].concat()
@@ -164,10 +189,33 @@ impl Kernel {
             Kernel::SampleDraw => [text!("sample"), text!("sample_draw")].concat(),
         };
         let requires = match self {
-            Kernel::LinearPacked { .. } => "requires packed_4x8_integer_dot_product;\n",
+            Kernel::LinearPacked { .. } | Kernel::LinearPackedTiled(_) => {
+                "requires packed_4x8_integer_dot_product;\n"
+            }
+            Kernel::Attention { kept: Kept::NativeF16, .. }
+            | Kernel::LinearTiled { half: true, .. } => "enable f16;\n",
             _ => "",
         };
         [requires, text!("common"), &body].concat()
+    }
+}
+
+impl Kept {
+    fn text(self) -> &'static str {
+        match self {
+            Kept::Plain(KvDtype::F32) => text!("kv/f32"),
+            Kept::Plain(KvDtype::F16) => text!("kv/f16"),
+            Kept::Plain(KvDtype::Int8) => text!("kv/int8"),
+            Kept::NativeF16 => text!("kv/f16_native"),
+        }
+    }
+
+    /// `text` for types with a scale, or without.
+    fn marked(self, text: &str) -> String {
+        match self {
+            Kept::Plain(KvDtype::Int8) => only(text, "@scaled", "@exact"),
+            _ => only(text, "@exact", "@scaled"),
+        }
     }
 }
 
@@ -238,8 +286,9 @@ fn head(dim: u32) -> String {
     format!("const DIM = {dim}u;\nconst DIM4 = {}u;\n", dim.div_ceil(4))
 }
 
-fn unpack(dtype: DType) -> &'static str {
-    match dtype {
+/// How a type's elements are had.
+fn unpack(dtype: DType) -> String {
+    let own = match dtype {
         DType::F32 => text!("types/f32"),
         DType::F16 => text!("types/f16"),
         DType::BF16 => text!("types/bf16"),
@@ -251,22 +300,9 @@ fn unpack(dtype: DType) -> &'static str {
         DType::Q4_K => text!("types/q4_k"),
         DType::Q5_K => text!("types/q5_k"),
         DType::Q6_K => text!("types/q6_k"),
-    }
-}
-
-/// How a type's codes become signed bytes.
-fn unpack_bytes(dtype: DType) -> &'static str {
-    match dtype {
-        DType::Q8_0 => text!("packed/q8_0"),
-        DType::Q4_0 => text!("packed/q4_0"),
-        DType::Q4_1 => text!("packed/q4_1"),
-        DType::Q5_0 => text!("packed/q5_0"),
-        DType::Q5_1 => text!("packed/q5_1"),
-        DType::Q4_K => text!("packed/q4_k"),
-        DType::Q5_K => text!("packed/q5_k"),
-        DType::Q6_K => text!("packed/q6_k"),
-        DType::F32 | DType::F16 | DType::BF16 => unreachable!("floats are not multiplied as bytes"),
-    }
+    };
+    let shared = if dtype.block_elements() > 1 { text!("quantised") } else { "" };
+    [text!("weights"), shared, own].concat()
 }
 
 /// Name, text and entry point of every kernel, for checks that need no adapter; head dimensions
@@ -276,23 +312,28 @@ pub fn shader_texts() -> Vec<(String, String, &'static str)> {
     for dtype in DType::ALL {
         let shapes = [(1, 1), (8, 1), (1, 4), (4, 4)];
         all.extend(shapes.map(|(rows, cols)| Kernel::Linear { dtype, rows, cols }));
-        all.extend([Kernel::LinearSplit(dtype), Kernel::LinearTiled(dtype), Kernel::Embed(dtype)]);
+        let tiled = Kernel::LinearTiled { dtype, half: false };
+        all.extend([Kernel::LinearSplit(dtype), tiled, Kernel::Embed(dtype)]);
         if dtype.block_elements() > 1 {
             all.extend(shapes.map(|(rows, cols)| Kernel::LinearPacked { dtype, rows, cols }));
+            all.push(Kernel::LinearPackedTiled(dtype));
         }
     }
     for lanes in [8, 64] {
         all.extend([true, false].map(|in_place| Kernel::Norm { in_place, lanes }));
     }
     for dim in [2, 24, 64, 80, 128, 256] {
-        all.push(Kernel::KvWrite { dim });
+        all.extend(KvDtype::ALL.map(|kept| Kernel::KvWrite { dim, kept }));
         for (slots, queries) in [(1, 1), (1, 3), (1, 4), (4, 1)] {
-            let kernel = |part| Kernel::Attention { dim, slots, queries, part };
-            all.extend([false, true].map(kernel));
+            for kept in KvDtype::ALL.map(Kept::Plain).into_iter().chain([Kept::NativeF16]) {
+                let kernel = |part| Kernel::Attention { dim, slots, queries, part, kept };
+                all.extend([false, true].map(kernel));
+            }
         }
         all.push(Kernel::AttentionMerge { dim });
     }
     all.extend([
+        Kernel::LinearTiled { dtype: DType::F16, half: true },
         Kernel::Add,
         Kernel::GatedSilu,
         Kernel::GatedGelu,
@@ -422,6 +463,7 @@ impl Kernels {
         if let Some(e) = internal.or(invalid) {
             return Err(gpu.lost(format!("kernel {name} was refused: {e}")));
         }
+        gpu.count(|c| c.pipelines += 1);
         self.pipelines.insert(kernel, made.clone());
         self.unkept = true;
         Ok(made)

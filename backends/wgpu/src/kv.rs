@@ -1,18 +1,19 @@
 //! One shard's KV store on the device: for each layer, buffers of keys and of values
-//! `[block][head][token][element]`, heads padded to whole vec4s. Where a layer is too large for
-//! one binding it is cut by KV heads.
+//! `[block][head][token][element]`, heads padded to whole vec4s, elements of one type
+//! (`shaders/kv/`). Where a layer is too large for one binding it is cut by KV heads.
 
 use crate::gpu::{Buffer, Gpu};
 use crate::kernels::Kernel;
 use crate::record::Recorder;
 use crate::tensor::{WgpuTensor, same, shape, word};
-use dunlin_backend::{BackendError, KV_TILE, KvSpec, SeqRows};
+use dunlin_backend::{BackendError, KV_TILE, KvDtype, KvSpec, SeqRows};
 use std::ops::Range;
 use std::sync::Arc;
 
 /// See the module.
 pub struct WgpuKv {
     pub(crate) spec: KvSpec,
+    pub(crate) dtype: KvDtype,
     pub(crate) layers: Vec<Vec<Store>>,
 }
 
@@ -27,7 +28,7 @@ pub(crate) struct Store {
 pub(crate) const NONE: u32 = u32::MAX;
 
 impl WgpuKv {
-    pub(crate) fn new(gpu: &Arc<Gpu>, spec: &KvSpec) -> Result<Self, BackendError> {
+    pub(crate) fn new(gpu: &Arc<Gpu>, spec: &KvSpec, dtype: KvDtype) -> Result<Self, BackendError> {
         let KvSpec { layers, kv_heads, head_dim, blocks, block_tokens } = *spec;
         let sizes = block_tokens > 0
             && block_tokens.is_multiple_of(KV_TILE)
@@ -48,7 +49,7 @@ impl WgpuKv {
             need,
             free,
         };
-        let head = [head_dim.div_ceil(4), 16, block_tokens, blocks]
+        let head = [token_words(dtype, head_dim), size_of::<u32>(), block_tokens, blocks]
             .iter()
             .try_fold(1u64, |n, &f| n.checked_mul(f as u64));
         let all = head.and_then(|h| h.checked_mul(2 * kv_heads as u64)?.checked_mul(layers as u64));
@@ -73,11 +74,15 @@ impl WgpuKv {
             stores.collect::<Result<Vec<_>, BackendError>>()
         };
         let layers = (0..layers).map(|_| layer()).collect::<Result<_, _>>()?;
-        Ok(Self { spec: spec.clone(), layers })
+        Ok(Self { spec: spec.clone(), dtype, layers })
     }
 
     pub fn spec(&self) -> &KvSpec {
         &self.spec
+    }
+
+    pub fn dtype(&self) -> KvDtype {
+        self.dtype
     }
 
     pub(crate) fn write(
@@ -113,7 +118,8 @@ impl WgpuKv {
             let size = ((heads * dim.div_ceil(4)).div_ceil(32), word(rows));
             let read = [&*arena, &k.buffer, &v.buffer];
             let write = [&store.keys, &store.values];
-            rec.dispatch(Kernel::KvWrite { dim }, &read, &write, &params, size)?;
+            let kernel = Kernel::KvWrite { dim, kept: self.dtype };
+            rec.dispatch(kernel, &read, &write, &params, size)?;
         }
         Ok(())
     }
@@ -135,8 +141,9 @@ impl WgpuKv {
             rec.begin(flat.len())?;
             let (at, arena) = (rec.put(&flat), rec.arena());
             for store in self.layers.iter().flatten() {
-                let per_token = store.heads.len() * self.spec.head_dim.div_ceil(4);
-                let block = word(per_token * self.spec.block_tokens);
+                let per_token = store.heads.len() * token_words(self.dtype, self.spec.head_dim);
+                // Whole vec4s, since a block's tokens are a multiple of a tile's.
+                let block = word(per_token * self.spec.block_tokens / 4);
                 let write = [&store.keys, &store.values];
                 let size = (block.div_ceil(32), word(run.len()));
                 rec.dispatch(Kernel::KvCopy, &[&arena], &write, &[at, block], size)?;
@@ -179,6 +186,16 @@ impl WgpuKv {
             }
         }
         Ok(())
+    }
+}
+
+/// Words of the keys, or of the values, of one token and head.
+pub(crate) fn token_words(dtype: KvDtype, head_dim: usize) -> usize {
+    let vectors = head_dim.div_ceil(4);
+    match dtype {
+        KvDtype::F32 => 4 * vectors,
+        KvDtype::F16 => 2 * vectors,
+        KvDtype::Int8 => vectors + 1,
     }
 }
 

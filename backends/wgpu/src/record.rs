@@ -140,6 +140,7 @@ impl Recorder {
             layout,
             entries: &entries,
         });
+        self.gpu.count(|c| c.bind_groups += 1);
         self.groups.insert((bindings, ids), made.clone());
         made
     }
@@ -152,7 +153,7 @@ impl Recorder {
             return Ok(());
         }
         let encoder = self.encode();
-        self.gpu.queue.submit([encoder.finish()]);
+        self.gpu.submit(Some(encoder.finish()));
         self.gpu.check()
     }
 
@@ -179,7 +180,7 @@ impl Recorder {
             encoder.copy_buffer_to_buffer(&buffer.raw, part.start, &staging.raw, to, size(part));
             to += size(part);
         }
-        let submission = self.gpu.queue.submit([encoder.finish()]);
+        let submission = self.gpu.submit(Some(encoder.finish()));
         let read = self.gpu.read(staging, bytes, submission, take);
         if read.is_err() {
             // It may be mapped still.

@@ -40,6 +40,10 @@ pub struct Tuning {
     pub attention: Attend,
     /// Whether the scan of logits reduces by subgroups.
     pub(crate) subgroup_scan: bool,
+    /// Whether float16 keys and values are read as the adapter's own float16.
+    pub(crate) native_f16: bool,
+    /// Whether float16 weights stay so in workgroup memory.
+    pub(crate) half_tiles: bool,
     /// Threads that share a norm. Not measured: another number is another order of sums.
     pub(crate) norm_lanes: u32,
 }
@@ -58,20 +62,14 @@ impl Product {
     pub const MANY_ROWS: [Product; 3] = [Product::Rows(8, 1), Product::Rows(4, 4), Product::Tiled];
 
     pub const PACKED_ONE_ROW: [Product; 2] = [Product::Rows(1, 1), Product::Rows(1, 4)];
-    pub const PACKED_MANY_ROWS: [Product; 2] = [Product::Rows(8, 1), Product::Rows(4, 4)];
+    pub const PACKED_MANY_ROWS: [Product; 3] = Self::MANY_ROWS;
 
-    /// With int8 activations; only [`Product::Rows`] has such a kernel.
+    /// With int8 activations; [`Product::Split`] has no such kernel.
     pub(crate) fn packed_kernel(self, dtype: DType) -> (Kernel, u32) {
-        let (rows, cols) = if let Product::Rows(rows, cols) = self { (rows, cols) } else { (1, 1) };
-        (Kernel::LinearPacked { dtype, rows, cols }, rows)
-    }
-
-    /// The kernel, and how many rows of a call one workgroup makes.
-    pub(crate) fn kernel(self, dtype: DType) -> (Kernel, u32) {
         match self {
-            Product::Rows(rows, cols) => (Kernel::Linear { dtype, rows, cols }, rows),
-            Product::Split => (Kernel::LinearSplit(dtype), 1),
-            Product::Tiled => (Kernel::LinearTiled(dtype), 32),
+            Product::Rows(rows, cols) => (Kernel::LinearPacked { dtype, rows, cols }, rows),
+            Product::Split => (Kernel::LinearPacked { dtype, rows: 1, cols: 1 }, 1),
+            Product::Tiled => (Kernel::LinearPackedTiled(dtype), 32),
         }
     }
 }
@@ -86,6 +84,8 @@ impl Tuning {
             packed: None,
             attention: Attend::ALL[0],
             subgroup_scan: false,
+            native_f16: false,
+            half_tiles: false,
             norm_lanes: if software { 8 } else { 64 },
         }
     }
@@ -100,8 +100,16 @@ impl Tuning {
             })
     }
 
-    pub(crate) fn product(&self, rows: usize) -> Product {
-        if rows < MANY { self.one_row } else { self.many_rows }
+    /// The kernel of a product of so many rows, and how many of them one workgroup makes.
+    pub(crate) fn kernel(&self, dtype: DType, rows: usize) -> (Kernel, u32) {
+        match if rows < MANY { self.one_row } else { self.many_rows } {
+            Product::Rows(rows, cols) => (Kernel::Linear { dtype, rows, cols }, rows),
+            Product::Split => (Kernel::LinearSplit(dtype), 1),
+            Product::Tiled => {
+                let half = self.half_tiles && dtype == DType::F16;
+                (Kernel::LinearTiled { dtype, half }, 32)
+            }
+        }
     }
 
     pub(crate) fn packed_product(&self, rows: usize) -> Product {
@@ -119,8 +127,11 @@ impl WgpuBackend {
     pub(crate) fn tune(&mut self) -> Result<(), BackendError> {
         let adapter = self.gpu.description.clone();
         let subgroups = self.gpu.has(wgpu::Features::SUBGROUP);
+        let halves = self.gpu.has(wgpu::Features::SHADER_F16);
         let fits = |t: &Tuning, start: &Tuning| {
-            t.norm_lanes == start.norm_lanes && (subgroups || !t.subgroup_scan)
+            t.norm_lanes == start.norm_lanes
+                && (subgroups || !t.subgroup_scan)
+                && (halves || !(t.native_f16 || t.half_tiles))
         };
         // Held while measuring: two openings at once would disturb each other.
         let mut known = KNOWN.lock();
@@ -132,7 +143,7 @@ impl WgpuBackend {
             (None, Some(kept)) => kept,
             (None, None) => {
                 let start = Instant::now();
-                self.measure_variants(subgroups)?;
+                self.measure_variants(subgroups, halves)?;
                 let (took, tuning) = (start.elapsed(), self.tuning);
                 tracing::info!(%adapter, ?tuning, ?took, "measured the variants of kernels");
                 tuning
@@ -146,51 +157,75 @@ impl WgpuBackend {
         Ok(())
     }
 
-    fn measure_variants(&mut self, subgroups: bool) -> Result<(), BackendError> {
-        let one = self.fastest_product(1, &Product::ONE_ROW, false)?;
-        let many = self.fastest_product(MANY_ROWS, &Product::MANY_ROWS, false)?;
-        let packed_one = self.fastest_product(1, &Product::PACKED_ONE_ROW, true)?;
-        let packed_many = self.fastest_product(MANY_ROWS, &Product::PACKED_MANY_ROWS, true)?;
+    fn measure_variants(&mut self, subgroups: bool, halves: bool) -> Result<(), BackendError> {
+        let plain = |b: &mut Self, product| {
+            (b.tuning.one_row, b.tuning.many_rows) = (product, product);
+        };
+        let packed = |b: &mut Self, product| b.tuning.packed = Some((product, product));
+        const TYPE: DType = DType::Q8_0;
+        let precision = std::mem::replace(&mut self.precision, Precision::Exact);
+        let one = self.fastest_product(TYPE, 1, &Product::ONE_ROW, plain)?;
+        let many = self.fastest_product(TYPE, MANY_ROWS, &Product::MANY_ROWS, plain)?;
+        if halves {
+            self.tuning.many_rows = Product::Tiled;
+            let set = |b: &mut Self, half| b.tuning.half_tiles = half;
+            let half = self.fastest_product(DType::F16, MANY_ROWS, &[false, true], set)?;
+            self.tuning.half_tiles = half.1;
+        }
+        self.precision = Precision::Fast;
+        let packed_one = self.fastest_product(TYPE, 1, &Product::PACKED_ONE_ROW, packed)?;
+        let packed_many =
+            self.fastest_product(TYPE, MANY_ROWS, &Product::PACKED_MANY_ROWS, packed)?;
+        self.precision = precision;
         (self.tuning.one_row, self.tuning.many_rows) = (one.1, many.1);
         let worth = packed_one.0 * 5 <= one.0 * 4 && packed_many.0 <= many.0;
         self.tuning.packed = worth.then_some((packed_one.1, packed_many.1));
-        self.tuning.attention = self.fastest_attention()?.1;
+        // As fast mode keeps them, unless asked otherwise.
+        let kept = std::mem::replace(&mut self.kv, Precision::Fast.kv());
+        self.tuning.attention = self.fastest_attention(&Attend::ALL, |b, how| {
+            b.tuning.attention = how;
+        })?;
+        if halves {
+            self.tuning.native_f16 = self.fastest_attention(&[false, true], |b, native| {
+                b.tuning.native_f16 = native;
+            })?;
+        }
+        self.kv = kept;
         if subgroups {
             self.tuning.subgroup_scan = self.fastest_scan()?.1;
         }
         Ok(())
     }
 
-    fn fastest_product(
+    fn fastest_product<V: Copy>(
         &mut self,
+        dtype: DType,
         rows: usize,
-        of: &[Product],
-        packed: bool,
-    ) -> Result<(Duration, Product), BackendError> {
+        of: &[V],
+        set: impl Fn(&mut Self, V),
+    ) -> Result<(Duration, V), BackendError> {
         let (outs, cols) = SHAPE;
-        let precision = std::mem::replace(
-            &mut self.precision,
-            if packed { Precision::Fast } else { Precision::Exact },
-        );
-        let bytes = DType::Q8_0.row_bytes(cols).unwrap_or(0) * outs;
-        // Any codes, and scales below one.
-        let value = |i: usize| if i % 34 == 1 { 0x20 } else { (i * 37 % 251) as u8 };
+        let bytes = dtype.row_bytes(cols).unwrap_or(0) * outs;
+        // Any codes, and scales (or floats) below one.
+        let high = dtype.block_bytes();
+        let value = |i: usize| if i % high == 1 { 0x20 } else { (i * 37 % 251) as u8 };
         let values = Bytes::from_iter((0..bytes).map(value));
-        let t = HostTensor::new("a measurement", DType::Q8_0, outs, cols, values)?;
+        let t = HostTensor::new("a measurement", dtype, outs, cols, values)?;
         let weight = self.weight(&t, &Part::all(&t))?;
         let (mut x, mut y) = (self.tensor(rows, cols)?, self.tensor(rows, outs)?);
         self.upload(&ramp(rows * cols), &mut x)?;
-        let found = self.fastest(of, |b, product| {
-            (b.tuning.one_row, b.tuning.many_rows) = (product, product);
-            b.tuning.packed = packed.then_some((product, product));
+        self.fastest(of, |b, variant| {
+            set(b, variant);
             b.linear(&x, &mut [LinearPart { weight: &weight, bias: None, out: &mut y }])?;
             bits(b, &y)
-        });
-        self.precision = precision;
-        found
+        })
     }
 
-    fn fastest_attention(&mut self) -> Result<(Duration, Attend), BackendError> {
+    fn fastest_attention<V: Copy>(
+        &mut self,
+        of: &[V],
+        set: impl Fn(&mut Self, V),
+    ) -> Result<V, BackendError> {
         const TOKENS: usize = 1024;
         const HEAD_DIM: usize = 64;
         const HEADS_OF_MODEL: usize = 8;
@@ -215,11 +250,12 @@ impl WgpuBackend {
         let (mut q, mut out) = (self.tensor(1, cols)?, self.tensor(1, cols)?);
         self.upload(&ramp(cols), &mut q)?;
         let seqs = [all(0..1, TOKENS - 1)];
-        self.fastest(&Attend::ALL, |b, how| {
-            b.tuning.attention = how;
+        let found = self.fastest(of, |b, variant| {
+            set(b, variant);
             b.attention(&q, &kv, 0, &seqs, &params, &mut out)?;
             bits(b, &out)
-        })
+        });
+        Ok(found?.1)
     }
 
     fn fastest_scan(&mut self) -> Result<(Duration, bool), BackendError> {
@@ -265,6 +301,30 @@ impl WgpuBackend {
     #[doc(hidden)]
     pub fn use_attention(&mut self, how: Attend) {
         self.tuning.attention = how;
+    }
+
+    /// Whether float16 is read as the adapter's own, likewise; gives whether it can be.
+    #[doc(hidden)]
+    pub fn use_native_f16(&mut self, native: bool) -> bool {
+        let can = self.gpu.has(wgpu::Features::SHADER_F16);
+        self.tuning.native_f16 = native && can;
+        can
+    }
+
+    /// Whether float16 weights stay so in workgroup memory, likewise.
+    #[doc(hidden)]
+    pub fn use_half_tiles(&mut self, half: bool) -> bool {
+        let can = self.gpu.has(wgpu::Features::SHADER_F16);
+        self.tuning.half_tiles = half && can;
+        can
+    }
+
+    /// Whether logits are scanned by subgroups, likewise; gives whether they can be.
+    #[doc(hidden)]
+    pub fn use_subgroups(&mut self, subgroups: bool) -> bool {
+        let can = self.gpu.has(wgpu::Features::SUBGROUP);
+        self.tuning.subgroup_scan = subgroups && can;
+        can
     }
 
     /// Fixes the arithmetic and variants of fast mode, likewise.

@@ -6,7 +6,8 @@ use common::*;
 use dunlin_backend::{Backend, BackendError, DType, KvSpec, LinearPart, Part};
 use dunlin_suite::attention::case;
 use dunlin_suite::ops::linear;
-use dunlin_wgpu::{WgpuBackend, WgpuError, WgpuOptions, adapters};
+use dunlin_suite::roofline::{Meter, Model, Shape, Step};
+use dunlin_wgpu::{Counts, Product, WgpuBackend, WgpuError, WgpuOptions, adapters};
 
 #[test]
 fn a_lost_device_refuses_work_and_a_new_one_takes_it() {
@@ -76,6 +77,56 @@ fn adapters_are_chosen_by_place_api_and_name() {
         other => panic!("{other:?}"),
     }
     assert!(matches!(WgpuBackend::open("wgpu:").map(drop), Err(WgpuError::BadId { .. })));
+}
+
+/// Weights stay as the file has them: what is uploaded is the blocks in another order.
+#[test]
+fn weights_take_what_their_file_takes() {
+    for dtype in DType::ALL {
+        let t = matrix(&mut Random::new(2), dtype, 96, 1024);
+        let bytes = device().weight_bytes(&device().weight(&t, &Part::all(&t)).unwrap());
+        let most = t.data.len() as u64 * 101 / 100 + 32;
+        assert!(bytes <= most, "{dtype:?}: {bytes} bytes for {}", t.data.len());
+    }
+}
+
+/// A step is one submission and one wait, allocates and makes nothing, and brings back a token: no
+/// logits.
+#[test]
+fn a_step_is_one_submission_that_makes_nothing_and_brings_back_ids() {
+    const STEPS: u64 = 4;
+    let shape = Shape {
+        hidden: 64,
+        inner: 128,
+        layers: 3,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 16,
+        vocab: 4000,
+        dtypes: (DType::Q4_0, DType::Q8_0),
+    };
+    for fast in [false, true] {
+        let mut b = open();
+        if fast {
+            b.use_packed(Product::Rows(1, 1), Product::Rows(4, 4));
+        }
+        let mut model = Model::new(&b, shape).unwrap();
+        for step in [Step { rows: 1, past: 40 }, Step { rows: 5, past: 600 }] {
+            let mut made = |runs| {
+                let before = b.counts();
+                model.step(step, Meter { runs, busy: None }).unwrap();
+                b.counts().since(&before)
+            };
+            made(1);
+            // What a run of some steps costs beside a run of fewer: the tensors are the same.
+            let few = made(1);
+            let more = made(1 + STEPS as usize).since(&few);
+            let bytes_read = more.bytes_read;
+            assert!(bytes_read <= 64 * STEPS, "{bytes_read} bytes read in {STEPS} steps");
+            let want = Counts { submissions: STEPS, waits: STEPS, bytes_read, ..Counts::default() };
+            assert_eq!(more, want, "{step:?}");
+        }
+    }
 }
 
 fn open_in(folder: &std::path::Path) -> WgpuBackend {

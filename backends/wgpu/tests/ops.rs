@@ -6,10 +6,11 @@ mod common;
 use common::*;
 use dunlin_backend::{Backend, DType, Part, Reference};
 use dunlin_suite::ops::{
-    check_samples, experts, linear, random_part, refuses_wrong_calls, row_ops,
+    check_expert_rows, check_samples, experts, linear, random_part, refuses_wrong_calls, row_ops,
 };
-use dunlin_wgpu::Product;
+use dunlin_wgpu::{Product, WgpuBackend};
 use proptest::prelude::{ProptestConfig, any, prop_assert, prop_assert_eq, proptest};
+use std::sync::OnceLock;
 
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(60))]
@@ -62,7 +63,26 @@ proptest! {
         let got = experts(device(), &mut Random::new(seed));
         let want = experts(&Reference, &mut Random::new(seed));
         prop_assert_eq!(far(&got, &want, 1e-4), None);
+        check_expert_rows(device(), seed);
     }
+
+    #[test]
+    fn experts_of_bytes_are_near_the_reference(seed in any::<u64>()) {
+        let got = experts(multiplying_bytes(), &mut Random::new(seed));
+        let want = experts(&Reference, &mut Random::new(seed));
+        prop_assert_eq!(far(&got, &want, 3e-2), None);
+        check_expert_rows(multiplying_bytes(), seed);
+    }
+}
+
+/// An adapter in fast mode, whatever it would choose.
+fn multiplying_bytes() -> &'static WgpuBackend {
+    static DEVICE: OnceLock<WgpuBackend> = OnceLock::new();
+    DEVICE.get_or_init(|| {
+        let mut b = open();
+        b.use_packed(Product::Rows(1, 1), Product::Rows(4, 4));
+        b
+    })
 }
 
 proptest! {
@@ -71,6 +91,16 @@ proptest! {
     #[test]
     fn samples_are_those_of_the_host(seed in any::<u64>()) {
         check_samples(device(), seed);
+    }
+}
+
+/// With subgroups, where the adapter has any, and without.
+#[test]
+fn both_scans_of_logits_draw_the_same() {
+    let mut b = open();
+    for subgroups in [false, true] {
+        println!("subgroups: {}", b.use_subgroups(subgroups) && subgroups);
+        (0..60).for_each(|seed| check_samples(&b, seed));
     }
 }
 
@@ -90,8 +120,12 @@ fn variants_and_numbers_of_rows_give_the_same_bits() {
         let part = Part { rows: 3..70, cols: 32..1248 };
         let x = r.floats(ROWS * part.cols.len());
         let mut first: Option<Vec<f32>> = None;
-        for (one_row, many_rows) in Product::ONE_ROW.into_iter().zip(Product::MANY_ROWS) {
+        let variants = Product::ONE_ROW.into_iter().zip(Product::MANY_ROWS);
+        let variants =
+            variants.map(|both| (both, false)).chain([((Product::Split, Product::Tiled), true)]);
+        for ((one_row, many_rows), half) in variants {
             b.use_variants(one_row, many_rows);
+            b.use_half_tiles(half);
             let all = linear(&b, &t, &part, None, &x);
             let want = first.get_or_insert_with(|| all.clone());
             assert!(same_bits(&all, want), "{dtype:?}, {many_rows:?}");
@@ -108,10 +142,11 @@ fn variants_and_numbers_of_rows_give_the_same_bits() {
 /// In fast mode too, and float32's result where int8 rounds nothing away.
 #[test]
 fn products_of_bytes_have_their_bits_in_any_company() {
-    const ROWS: usize = 11;
+    const ROWS: usize = 41;
     let mut r = Random::new(4);
     let mut b = open();
-    let shapes = Product::PACKED_ONE_ROW.into_iter().zip(Product::PACKED_MANY_ROWS);
+    let one_row = Product::PACKED_ONE_ROW.into_iter().cycle();
+    let shapes = one_row.zip(Product::PACKED_MANY_ROWS);
     for dtype in DType::ALL {
         let t = matrix(&mut r, dtype, 70, 768);
         let part = Part { rows: 3..70, cols: 32..736 };

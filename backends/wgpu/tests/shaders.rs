@@ -6,7 +6,15 @@ use naga::valid::{Capabilities, ValidationFlags, Validator};
 /// What every adapter has: parameters as immediates, and reading float16 out of a word.
 const FLOOR: Capabilities = Capabilities::IMMEDIATES.union(Capabilities::SHADER_FLOAT16_IN_FLOAT32);
 /// What some kernels use where there is more.
-const MORE: Capabilities = Capabilities::SUBGROUP;
+fn more(name: &str) -> Capabilities {
+    if name.contains("subgroups: true") {
+        Capabilities::SUBGROUP
+    } else if name.contains("NativeF16") || name.contains("half: true") {
+        Capabilities::SHADER_FLOAT16
+    } else {
+        Capabilities::empty()
+    }
+}
 
 #[test]
 fn all_texts_are_valid() {
@@ -15,8 +23,7 @@ fn all_texts_are_valid() {
     for (name, text, entry) in texts {
         let module = naga::front::wgsl::parse_str(&text)
             .unwrap_or_else(|e| panic!("{name}: {}", e.emit_to_string(&text)));
-        let capabilities = if name.contains("subgroups: true") { FLOOR | MORE } else { FLOOR };
-        let info = Validator::new(ValidationFlags::all(), capabilities)
+        let info = Validator::new(ValidationFlags::all(), FLOOR | more(&name))
             .validate(&module)
             .unwrap_or_else(|e| panic!("{name}: {}", e.emit_to_string(&text)));
         let points: Vec<_> = module.entry_points.iter().map(|p| p.name.as_str()).collect();
