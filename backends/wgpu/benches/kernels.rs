@@ -9,7 +9,7 @@
 use dunlin_backend::{Activation, Backend, DType, Experts, KvDtype, LinearPart, Part, Precision};
 use dunlin_suite::random::{Random, matrix};
 use dunlin_suite::roofline::{Ceilings, Meter, Model, Rate, STEPS, Shape, Times};
-use dunlin_wgpu::{WgpuBackend, WgpuOptions};
+use dunlin_wgpu::{Product, WgpuBackend, WgpuOptions};
 use std::time::Duration;
 
 const METER: Meter = Meter { runs: 4, busy: Some(processor_time) };
@@ -109,7 +109,11 @@ fn mixture(id: &str) -> Result<(), Box<dyn std::error::Error>> {
     const INNER: usize = 1536;
     const COUNT: usize = 8;
     for precision in [Precision::Exact, Precision::Fast] {
-        let b = WgpuBackend::open_with(id, &WgpuOptions { precision, ..WgpuOptions::default() })?;
+        let options = WgpuOptions { precision, ..WgpuOptions::default() };
+        let mut b = WgpuBackend::open_with(id, &options)?;
+        if precision == Precision::Fast {
+            b.use_packed(Product::Rows(1, 4), Product::Rows(4, 4));
+        }
         let list = |rows, cols| {
             let one = |seed| {
                 let t = matrix(&mut Random::new(seed), DType::Q4_0, rows, cols);

@@ -178,7 +178,8 @@ impl WgpuBackend {
             self.fastest_product(TYPE, MANY_ROWS, &Product::PACKED_MANY_ROWS, packed)?;
         self.precision = precision;
         (self.tuning.one_row, self.tuning.many_rows) = (one.1, many.1);
-        let worth = packed_one.0 * 5 <= one.0 * 4 && packed_many.0 <= many.0;
+        let worth = is_worth_it([one.0, many.0], [packed_one.0, packed_many.0]);
+        tracing::debug!(?one, ?many, ?packed_one, ?packed_many, worth, "products");
         self.tuning.packed = worth.then_some((packed_one.1, packed_many.1));
         // As fast mode keeps them, unless asked otherwise.
         let kept = std::mem::replace(&mut self.kv, Precision::Fast.kv());
@@ -341,6 +342,13 @@ impl WgpuBackend {
     }
 }
 
+/// Whether multiplying bytes is much faster than floats, for one row and for many: half as fast again on
+/// the whole, and not slower by more than a little for either.
+fn is_worth_it(floats: [Duration; 2], bytes: [Duration; 2]) -> bool {
+    let ratios = [0, 1].map(|i| bytes[i].as_secs_f64() / floats[i].as_secs_f64().max(1e-9));
+    ratios[0] * ratios[1] <= 1.0 / 1.5 && ratios.iter().all(|ratio| *ratio <= 1.1)
+}
+
 /// Values in -1..1 without much of a pattern.
 fn ramp(n: usize) -> Vec<f32> {
     (0..n).map(|i| ((i * 7919) % 1009) as f32 / 504.5 - 1.0).collect()
@@ -350,4 +358,19 @@ fn bits(b: &WgpuBackend, t: &crate::tensor::WgpuTensor) -> Result<Vec<u32>, Back
     let mut out = Vec::new();
     b.download(t, &mut out)?;
     Ok(out.into_iter().map(f32::to_bits).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn bytes_have_to_be_much_faster() {
+        let worth = |floats: [u64; 2], bytes: [u64; 2]| {
+            is_worth_it(floats.map(Duration::from_micros), bytes.map(Duration::from_micros))
+        };
+        assert!(worth([100, 1000], [80, 800]) && worth([100, 1000], [105, 500]));
+        assert!(!worth([100, 1000], [90, 900]) && !worth([100, 1000], [40, 1200]));
+        assert!(!worth([100, 1000], [150, 100]));
+    }
 }
