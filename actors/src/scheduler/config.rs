@@ -70,8 +70,9 @@ pub struct Limits {
     /// is also the one that embeds.
     pub overlap: bool,
     pub step_target: Option<Duration>,
-    /// A step with prompt chunks takes at most so many times as long as one that only decodes, or
-    /// longer where more prompts wait than sequences decode. 0: as long as the budget makes it.
+    /// A step with chunks of one prompt takes at most so many times as long as one that only
+    /// decodes; with more prompts to run, longer in proportion to all that it serves. 0: as long as
+    /// the budget makes it.
     pub step_stretch: u32,
     pub batching: Batching,
     pub step_deadline: Duration,

@@ -10,9 +10,11 @@
 //! (a stop token, a cancel, a failure), what that one step computes of it is dropped when it is
 //! done. Such a place never takes blocks from another sequence: it may not be needed.
 //!
-//! Where sequences decode, chunks of prompts are as large as the measured pace allows: a step
-//! should take no more than `step_stretch` times what the decoding alone takes, or each waiting
-//! prompt gets as much of it as each decoding sequence, whichever is more.
+//! Where sequences decode, chunks of prompts are as large as the measured pace allows: beside one
+//! prompt a step should take no more than `step_stretch` times what the decoding alone takes. Each
+//! further prompt that could run weighs as much as a sequence that decodes: the bound grows with how
+//! many the step serves, so that a lone prompt is kept back for the sake of many, and many are let
+//! in at the expense of few.
 //!
 //! A running sequence that lacks blocks takes them from the latest arrived that is in no step: it
 //! is preempted, and computed anew when its turn comes (its blocks stay cached while they can).
@@ -137,9 +139,6 @@ impl Scheduler {
     fn plan_decodes(&mut self, kv: &mut Kv, plan: &mut Plan) -> Result<(), KvError> {
         let all = self.running.iter().filter(|&&slot| self.decodes(slot)).count();
         let mut share = all.div_ceil(self.limits.in_flight).min(plan.budget);
-        if all > 0 {
-            plan.prefill_budget = self.prefill_budget(all, plan.budget);
-        }
         for slot in self.running.clone() {
             if share == 0 {
                 break;
@@ -155,21 +154,31 @@ impl Scheduler {
                 share -= 1;
             }
         }
+        if !plan.parts.is_empty() {
+            plan.prefill_budget = self.prefill_budget(plan.parts.len(), all, plan.budget);
+        }
         Ok(())
     }
 
-    /// How many prompt tokens may be computed beside `decoding` sequences.
-    fn prefill_budget(&self, decoding: usize, budget: usize) -> usize {
+    /// How many prompt tokens may be computed beside `decoding` sequences of the step, out of `all`
+    /// that decode. None at all where what the decoding takes must be measured first.
+    fn prefill_budget(&mut self, decoding: usize, all: usize, budget: usize) -> usize {
+        let prefilling = self.running.len().saturating_sub(all);
+        let places = self.limits.max_running.saturating_sub(self.running.len());
+        let prompts = prefilling + places.min(self.waiting());
+        let stretch = self.limits.step_stretch;
+        let bounded = stretch > 0 || self.limits.step_target.is_some();
+        if prompts == 0 || !bounded {
+            return budget;
+        }
+        if self.pace.measure_now(decoding) {
+            return 0;
+        }
         let target = self.limits.step_target.or_else(|| {
-            let stretch = usize::try_from(self.limits.step_stretch).ok().filter(|s| *s > 0)?;
-            let prefilling = self.running.len() - decoding.min(self.running.len());
-            let prompts = prefilling + self.waiting();
-            let parts = (stretch - 1).max(prompts.div_ceil(decoding)) + 1;
-            Some(self.pace.decoding(decoding)?.mul_f64(parts as f64))
+            Some(self.pace.decoding(decoding)?.mul_f64(stretched(stretch, all, prompts)))
         });
-        let Some(target) = target else { return budget };
-        let fits = self.pace.prefill_within(target, decoding).unwrap_or(FIRST_CHUNK);
-        fits.max(LEAST_CHUNK).min(budget)
+        let fits = target.and_then(|target| self.pace.prefill_within(target, decoding));
+        fits.unwrap_or(FIRST_CHUNK).max(LEAST_CHUNK).min(budget)
     }
 
     /// Next chunks of prompts that run already.
@@ -491,6 +500,12 @@ impl Plan {
             self.decode_tokens += tokens;
         }
     }
+}
+
+/// How many times as long as one that only decodes a step may take beside so many prompts.
+fn stretched(stretch: u32, decoding: usize, prompts: usize) -> f64 {
+    let served = (decoding + prompts).saturating_sub(1).max(decoding);
+    f64::from(stretch) * served as f64 / decoding.max(1) as f64
 }
 
 /// Prompt work, including what a preempted sequence computes anew.
