@@ -33,6 +33,8 @@ pub struct Request {
     /// Extra salt of the prefix cache (OpenAI-style `cache_salt`), empty if none.
     pub cache_salt: String,
     pub prompt: Vec<u32>,
+    /// Block keys of the prompt, so that the router has none to compute; `None`: it computes them.
+    pub keys: Option<PromptKeys>,
     pub sampling: SamplingParams,
     pub max_tokens: u32,
     pub min_tokens: u32,
@@ -44,6 +46,25 @@ pub struct Request {
     pub deadline_ms: u64,
     /// Where [`GatewayCast`]s about this request go.
     pub reply_to: Address,
+}
+
+/// The keys of a prompt's full blocks as replicas of one kind name them, computed where the prompt
+/// was tokenised. They decide where a request is placed and nothing else: a replica names what it
+/// computes by itself.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PromptKeys {
+    pub space: KeySpace,
+    pub keys: Vec<BlockKey>,
+    /// Link of the last block: where the keys of the output's blocks go on.
+    pub tip: [u8; 32],
+}
+
+/// What a replica's kind has to do with its block keys; unlike kinds share none.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KeySpace {
+    /// Model hash, KV format, precision.
+    pub namespace: [u8; 16],
+    pub block_tokens: u32,
 }
 
 /// Why a request was not accepted. Nothing was started.
@@ -201,7 +222,7 @@ pub enum RouterCast {
 
 impl Protocol for RouterProtocol {
     const NAME: &'static str = "router";
-    const VERSION: u16 = 2;
+    const VERSION: u16 = 3;
     type Cast = RouterCast;
     type Call = RouterCall;
     type Reply = RouterReply;
@@ -222,6 +243,12 @@ pub struct ReplicaInfo {
     pub served_by: Vec<String>,
     /// Namespace of the prefix cache (model hash, KV format): part of every block key.
     pub cache_namespace: [u8; 16],
+}
+
+impl ReplicaInfo {
+    pub fn key_space(&self) -> KeySpace {
+        KeySpace { namespace: self.cache_namespace, block_tokens: self.block_tokens }
+    }
 }
 
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
@@ -355,8 +382,22 @@ pub enum SchedulerEvent {
 }
 
 /// Chained hash of a full KV block: namespace, tenant and salt, all tokens up to its end.
+/// One number on the wire: thousands of them are a message, and bytes are encoded one by one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(from = "u128", into = "u128")]
 pub struct BlockKey(pub [u8; 16]);
+
+impl From<u128> for BlockKey {
+    fn from(number: u128) -> Self {
+        Self(number.to_le_bytes())
+    }
+}
+
+impl From<BlockKey> for u128 {
+    fn from(key: BlockKey) -> Self {
+        u128::from_le_bytes(key.0)
+    }
+}
 
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct LoadReport {

@@ -61,6 +61,7 @@ pub const ACTOR_METRICS: &[Metric] = &[
     Metric::counter("dunlin_router_requests_refused_total", "Refused before acceptance, by reason"),
     Metric::counter("dunlin_router_requests_ended_total", "Ended requests, by outcome"),
     Metric::counter("dunlin_router_casts_failed_total", "Messages that were not taken, by error"),
+    Metric::counter("dunlin_router_prompts_hashed_total", "Prompts that came without block keys"),
     Metric::counter(
         "dunlin_router_index_forgotten_total",
         "Replicas whose part of the prefix index was dropped after a gap in KV events",

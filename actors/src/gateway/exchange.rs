@@ -174,6 +174,7 @@ impl Opening<'_> {
             tenant: self.tenant.to_owned(),
             cache_salt: asked.cache_salt.clone(),
             prompt: prompt.ids.clone(),
+            keys: Some(prompt.keys.clone()),
             prompt_logprobs: asked.sampling.logprobs.filter(|_| asked.echo),
             sampling,
             max_tokens: prompt.max_tokens.max(1),

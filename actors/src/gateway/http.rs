@@ -14,6 +14,7 @@ use super::sse::Sse;
 use super::text::TextModel;
 use super::wire::{Shapes, Whole};
 use super::{MetricsText, Ready, StatusJson};
+use crate::messages::KeySpace;
 use axum::body::{Body, Bytes};
 use axum::extract::{Path, Query, Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, StatusCode, header};
@@ -41,6 +42,7 @@ const INLINE_BYTES: usize = 8 << 10;
 pub struct Shared {
     pub registry: Arc<Registry>,
     pub model: Arc<dyn TextModel>,
+    pub key_space: KeySpace,
     /// Names the model answers to; the first is the one it is listed under.
     pub models: Vec<String>,
     pub fingerprint: String,
@@ -121,7 +123,7 @@ async fn generate(
     let details = request.headers().contains_key(DETAILS);
     check_content_type(request.headers())?;
     let body = read_body(request, &shared.limits).await?;
-    let (asked, prompts) = understand(&shared, endpoint, body).await?;
+    let (asked, prompts) = understand(&shared, endpoint, body, &tenant).await?;
     let opening = Opening {
         registry: &shared.registry,
         model: &shared.model,
@@ -204,14 +206,15 @@ async fn understand(
     shared: &Arc<Shared>,
     endpoint: Endpoint,
     body: Bytes,
+    tenant: &str,
 ) -> Result<(Asked, Vec<super::prepare::Prompt>), ApiError> {
     let long = body.len() > INLINE_BYTES;
-    let shared = shared.clone();
+    let (shared, tenant) = (shared.clone(), tenant.to_owned());
     let work = move || {
         let known =
             Known { models: &shared.models, vocab: shared.model.vocab(), limits: &shared.limits };
         let mut asked = Asked::parse(&body, endpoint, &known)?;
-        let prompts = prepare(&mut asked, endpoint, &shared.model)?;
+        let prompts = prepare(&mut asked, endpoint, &shared.model, (shared.key_space, &tenant))?;
         Ok((asked, prompts))
     };
     if !long {

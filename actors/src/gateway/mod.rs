@@ -9,7 +9,8 @@
 //! request with the router is held by a guard in the handler or body that waits for it.
 //!
 //! The gateway knows nothing of replicas, schedulers, KV blocks or devices. What it knows of a
-//! model is [`TextModel`].
+//! model is [`TextModel`], and how the blocks of a prompt are named ([`KeySpace`]): it computes the
+//! names, on the tasks of its connections, so that the one router has no prompt to hash.
 
 mod answer;
 mod auth;
@@ -35,7 +36,7 @@ pub use limits::Limits;
 pub use metrics::export_metrics;
 pub use text::{ByteModel, ChatMessage, Detokenizer, TextError, TextModel};
 
-use crate::messages::{GatewayCall, GatewayCast, GatewayProtocol};
+use crate::messages::{GatewayCall, GatewayCast, GatewayProtocol, KeySpace};
 use auth::Keys;
 use dunlin_runtime::{Address, Export, ExportError, Inbound, Node, PeerEvent};
 use http::Shared;
@@ -71,6 +72,8 @@ pub struct GatewayArgs {
     /// Where HTTP is served; port 0 takes a free one.
     pub http: SocketAddr,
     pub model: Arc<dyn TextModel>,
+    /// How this node's configuration names KV blocks; replicas of another kind cost the router.
+    pub key_space: KeySpace,
     /// Names the model answers to; the first is the one it is listed and reported under.
     pub models: Vec<String>,
     /// Changes with what can change an answer (model, version).
@@ -156,6 +159,7 @@ pub async fn start_gateway(
         registry,
         reply_to: args.node.address("gateway", "main"),
         model: args.model,
+        key_space: args.key_space,
         models: args.models,
         fingerprint: args.fingerprint,
         limits: args.limits,

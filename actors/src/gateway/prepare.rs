@@ -1,8 +1,10 @@
-//! From what was asked to token ids that fit the model's context.
+//! From what was asked to token ids that fit the model's context, and the names of their KV blocks.
 
 use super::error::ApiError;
 use super::request::{Asked, Endpoint, Input};
 use super::text::{TextError, TextModel};
+use crate::kv::key::Chain;
+use crate::messages::{KeySpace, PromptKeys};
 use std::sync::Arc;
 
 /// OpenAI's default for `/v1/completions`.
@@ -12,13 +14,15 @@ const COMPLETION_TOKENS: u32 = 16;
 #[derive(Debug, Clone, PartialEq)]
 pub struct Prompt {
     pub ids: Vec<u32>,
+    /// How replicas name the blocks of `ids`, for this tenant and salt.
+    pub keys: PromptKeys,
     /// The text as it was given, for `echo`.
     pub text: Option<String>,
     /// Output tokens to show. 0: only the prompt is scored.
     pub max_tokens: u32,
 }
 
-/// Tokenises every prompt.
+/// Tokenises every prompt and names its blocks.
 ///
 /// # Errors
 /// 400 if a prompt is empty or does not fit the context together with its answer.
@@ -26,6 +30,7 @@ pub fn prepare(
     asked: &mut Asked,
     endpoint: Endpoint,
     model: &Arc<dyn TextModel>,
+    (space, tenant): (KeySpace, &str),
 ) -> Result<Vec<Prompt>, ApiError> {
     let param = prompt_param(endpoint);
     let mut prompts = Vec::with_capacity(asked.inputs.len());
@@ -40,7 +45,8 @@ pub fn prepare(
             TextError::Tokenizer(_) => ApiError::internal(error.to_string()),
         })?;
         let max_tokens = fit(ids.len(), asked.max_tokens, endpoint, model.context())?;
-        prompts.push(Prompt { ids, text, max_tokens });
+        let keys = Chain::of_prompt(space, tenant, &asked.cache_salt, &ids);
+        prompts.push(Prompt { ids, keys, text, max_tokens });
     }
     Ok(prompts)
 }

@@ -14,8 +14,8 @@ use crate::engines::{Compute, Engines};
 use crate::facts::{self, tell};
 use crate::gateway::{self, TextModel};
 use crate::messages::{
-    GatewayCall, GatewayProtocol, PlacementCast, PlacementProtocol, RouterCall, RouterProtocol,
-    RouterReply, RouterStatus,
+    GatewayCall, GatewayProtocol, KeySpace, PlacementCast, PlacementProtocol, RouterCall,
+    RouterProtocol, RouterReply, RouterStatus,
 };
 use crate::placement::core::Placement;
 use crate::placement::planner::{PlanLimits, ReplicaWant};
@@ -165,6 +165,10 @@ impl Host {
                 router,
                 text,
                 options: options.clone(),
+                key_space: KeySpace {
+                    namespace: parts.engines.shape().cache_namespace(),
+                    block_tokens: u32::try_from(options.limits.block_tokens).unwrap_or(u32::MAX),
+                },
                 fingerprint: fingerprint(parts.engines.as_ref()),
                 ready: probe::as_closure(ready.clone()),
                 metrics: parts.metrics.clone(),
@@ -363,6 +367,7 @@ struct GatewaySeed {
     router: Address,
     text: Arc<dyn TextModel>,
     options: Arc<HostOptions>,
+    key_space: KeySpace,
     fingerprint: String,
     ready: gateway::Ready,
     metrics: gateway::MetricsText,
@@ -379,6 +384,7 @@ impl GatewaySeed {
                 // A restarted gateway takes the port it had, also where any was asked for.
                 http: bound.get().copied().unwrap_or(address),
                 model: self.text.clone(),
+                key_space: self.key_space,
                 models: vec![self.options.model.clone()],
                 fingerprint: self.fingerprint.clone(),
                 limits: self.options.gateway.clone(),

@@ -139,6 +139,7 @@ async fn one_token(node: &Node, router: &Address, count: u64) -> Result<(), Stri
         tenant: "dunlin-probe".into(),
         cache_salt: String::new(),
         prompt: vec![1],
+        keys: None,
         sampling: SamplingParams::default(),
         max_tokens: 1,
         min_tokens: 0,

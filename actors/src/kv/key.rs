@@ -3,7 +3,8 @@
 //! `link[0] = BLAKE3(schema, namespace, tenant, salt)`, `link[i] = BLAKE3 keyed by link[i-1] (tokens
 //! of block i)`, integers little-endian and strings length-prefixed; a block's key is the first 128
 //! bits of its link. Nothing random and no address enters, so that every process names the same
-//! block alike: the router computes the keys of a prompt and looks for the replica that holds them.
+//! block alike: a gateway computes the keys of a prompt ([`Chain::of_prompt`]), and the router looks
+//! for the replica that holds them.
 //! As the link before is the key of the hash and not part of its input, a block of 16 tokens is one
 //! compression.
 //!
@@ -11,7 +12,7 @@
 //! KV format, rope scaling, adapter) or of the salt. Whoever changes this file raises
 //! [`KEY_SCHEMA`]; golden vectors in the tests hold it still.
 
-use crate::messages::BlockKey;
+use crate::messages::{BlockKey, KeySpace, PromptKeys};
 use dunlin_runtime::mutated;
 use std::sync::Arc;
 
@@ -42,6 +43,22 @@ impl Chain {
         let tip = root(namespace, tenant, salt);
         let scope = Arc::new(Scope { tenant: tenant.into(), salt: salt.into() });
         Self { scope, tip, block_tokens: block_tokens.max(1) as usize, keys: Vec::new() }
+    }
+
+    /// The keys of a whole prompt, to be sent along with it.
+    pub fn of_prompt(space: KeySpace, tenant: &str, salt: &str, prompt: &[u32]) -> PromptKeys {
+        let mut chain = Self::new(&space.namespace, space.block_tokens, tenant, salt);
+        chain.extend(prompt);
+        PromptKeys { space, keys: chain.keys, tip: chain.tip }
+    }
+
+    /// Goes on from keys that came with a prompt of `tokens` tokens, as if computed here; `None` if
+    /// there are too few or too many of them. That they are the right ones is not looked at.
+    pub fn resume(given: PromptKeys, tenant: &str, salt: &str, tokens: usize) -> Option<Self> {
+        let PromptKeys { space, keys, tip } = given;
+        let block_tokens = usize::try_from(space.block_tokens).ok().filter(|tokens| *tokens > 0)?;
+        let scope = Arc::new(Scope { tenant: tenant.into(), salt: salt.into() });
+        (keys.len() == tokens / block_tokens).then_some(Self { scope, tip, block_tokens, keys })
     }
 
     /// Computes the keys of the full blocks of `tokens` that are still missing. `tokens` starts
@@ -187,6 +204,26 @@ mod tests {
         let mut whole = Chain::new(&[9; 16], 4, "t", "");
         whole.extend(&tokens);
         assert_eq!(grown.keys(), whole.keys());
+    }
+
+    #[test]
+    fn a_chain_goes_on_from_a_prompt_s_keys() {
+        let tokens: Vec<u32> = (0..40).collect();
+        let mut whole = Chain::new(&[9; 16], 4, "t", "s");
+        whole.extend(&tokens);
+        let space = KeySpace { namespace: [9; 16], block_tokens: 4 };
+        for prompt in [0, 3, 4, 17, 40] {
+            let given = Chain::of_prompt(space, "t", "s", &tokens[..prompt]);
+            assert_eq!(given.keys, whole.keys()[..prompt / 4]);
+            let resume = |given, tokens| Chain::resume(given, "t", "s", tokens);
+            let mut chain = resume(given.clone(), prompt).unwrap();
+            chain.extend(&tokens);
+            assert_eq!(chain.keys(), whole.keys());
+            // Of another length, or of no block size.
+            assert!(resume(given.clone(), prompt + 4).is_none());
+            let sizeless = KeySpace { block_tokens: 0, ..space };
+            assert!(resume(PromptKeys { space: sizeless, ..given }, prompt).is_none());
+        }
     }
 
     const GOLDEN_ACME: [&str; 3] = [

@@ -366,6 +366,11 @@ impl State {
                 let attempt = attempt.0;
                 tracing::debug!(attempt, replica, cost, hit_tokens, candidates, "placed");
             }
+            Note::Hashed { request } => {
+                counter!("dunlin_router_prompts_hashed_total").increment(1);
+                let _in = self.span(request.0);
+                tracing::debug!("its block keys did not come with it");
+            }
             Note::Replay { request, cause, .. } => {
                 counter!("dunlin_stream_replays_total", "cause" => *cause).increment(1);
                 let _in = self.span(request.0);

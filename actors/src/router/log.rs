@@ -2,7 +2,9 @@
 
 use super::fleet::Slot;
 use crate::kv::key::Chain;
-use crate::messages::{Attempt, BlockKey, FinishReason, ReplicaEpoch, Request, Usage, Work};
+use crate::messages::{
+    Attempt, BlockKey, FinishReason, KeySpace, ReplicaEpoch, Request, Usage, Work,
+};
 use dunlin_model::sampling::TokenLogprob;
 use std::time::Duration;
 
@@ -26,8 +28,9 @@ pub(super) struct Open {
     /// `node/device` of everything that drew a token of it, in order of first use.
     pub served_by: Vec<String>,
     pub trouble: Trouble,
-    /// Block keys of its tokens, by cache namespace: one chain per kind of replica.
-    chains: Vec<([u8; 16], Chain)>,
+    /// Block keys of its tokens: one chain per kind of replica, the first as it came with the
+    /// request.
+    chains: Vec<(KeySpace, Chain)>,
 }
 
 /// What a request takes up on its replica. Freed as one piece, so the sums stay exact.
@@ -74,13 +77,17 @@ pub(super) enum PromptReport {
 }
 
 impl Open {
-    pub fn new(request: Request, arrival: u64, now: Duration) -> Self {
+    pub fn new(mut request: Request, arrival: u64, now: Duration) -> Self {
         // A prompt of one token has no predecessor to score it.
         let prompt_report = match request.prompt_logprobs {
             Some(_) if request.prompt.len() > 1 => PromptReport::Collecting(Vec::new()),
             _ => PromptReport::NotAsked,
         };
         let deadline = now.saturating_add(Duration::from_millis(request.deadline_ms));
+        let given = request.keys.take().and_then(|given| {
+            let Request { tenant, cache_salt, prompt, .. } = &request;
+            Some((given.space, Chain::resume(given, tenant, cache_salt, prompt.len())?))
+        });
         Self {
             request,
             arrival,
@@ -94,7 +101,7 @@ impl Open {
             prompt_report,
             served_by: Vec::new(),
             trouble: Trouble::default(),
-            chains: Vec::new(),
+            chains: given.into_iter().collect(),
         }
     }
 
@@ -131,27 +138,22 @@ impl Open {
         }
     }
 
-    /// Shows the block keys of its tokens, as a replica of this kind computes them, for as long as
-    /// `goes_on` says so.
-    pub fn walk_keys(
-        &mut self,
-        (namespace, block_tokens): ([u8; 16], u32),
-        goes_on: impl FnMut(&BlockKey) -> bool,
-    ) {
-        let same = |(space, chain): &([u8; 16], Chain)| {
-            *space == namespace && chain.block_tokens() == block_tokens as usize
-        };
-        let known = self.chains.iter().position(same);
+    /// Shows the block keys of its tokens, as replicas of this kind compute them, for as long as
+    /// `goes_on` says so. True: none had come with the request, and they were computed here.
+    pub fn walk_keys(&mut self, space: KeySpace, goes_on: impl FnMut(&BlockKey) -> bool) -> bool {
+        let known = self.chains.iter().position(|(known, _)| *known == space);
         let at = known.unwrap_or_else(|| {
             let Request { tenant, cache_salt, .. } = &self.request;
-            self.chains.push((namespace, Chain::new(&namespace, block_tokens, tenant, cache_salt)));
+            let chain = Chain::new(&space.namespace, space.block_tokens, tenant, cache_salt);
+            self.chains.push((space, chain));
             self.chains.len() - 1
         });
-        let chain = &mut self.chains[at].1;
+        let Some((_, chain)) = self.chains.get_mut(at) else { return false };
         match self.output.is_empty() {
             true => chain.walk(&self.request.prompt, goes_on),
             false => chain.walk(&[&self.request.prompt[..], &self.output].concat(), goes_on),
         }
+        known.is_none() && !chain.keys().is_empty()
     }
 
     /// Prompt and output.

@@ -171,6 +171,10 @@ pub enum Note {
         hit_tokens: u64,
         candidates: usize,
     },
+    /// The keys of its prompt did not come with it, and were computed here.
+    Hashed {
+        request: RequestId,
+    },
     Replay {
         request: RequestId,
         cause: &'static str,

@@ -4,11 +4,15 @@
 //! replica has queued, plus this request's tokens less its cached prefix) plus tokens of KV held
 //! (Dynamo's cost, in tokens so that unlike block sizes compare). Ties go to the fewest requests,
 //! then to the name. A replica that is not ready is no candidate, whatever its cache holds.
+//!
+//! The block keys come with the request; the router hashes only what was drawn since, and prompts
+//! that came without keys or with those of another kind of replica. Wrong keys would cost a worse
+//! choice: what a replica shares, it names itself.
 
 use super::fleet::{Replica, Slot};
 use super::log::{Open, Share};
 use super::{Note, Output, Router};
-use crate::messages::{RequestId, SchedulerCast};
+use crate::messages::{KeySpace, RequestId, SchedulerCast};
 
 /// The outcome of a decision.
 struct Choice {
@@ -16,6 +20,8 @@ struct Choice {
     cost: u64,
     hit_tokens: u64,
     candidates: usize,
+    /// The keys of its prompt were computed here.
+    hashed: bool,
 }
 
 impl Router {
@@ -63,6 +69,9 @@ impl Router {
         self.fleet.assign(id, &share);
         open.share = Some(share);
         self.out.push(Output::Send { to, cast });
+        if choice.hashed {
+            self.note(Note::Hashed { request: id });
+        }
         self.note(Note::Placed {
             request: id,
             attempt,
@@ -85,7 +94,8 @@ impl Router {
         let length = open.len();
         let slots = self.fleet.slots();
         // One chain and one walk of the index per kind of replica; usually there is one kind.
-        let mut walks: Vec<([u8; 16], u32, Vec<u32>)> = Vec::new();
+        let mut walks: Vec<(KeySpace, Vec<u32>)> = Vec::new();
+        let mut hashed = false;
         let mut best: Option<(_, Choice)> = None;
         let mut candidates = 0;
         // It is not sent twice to where it could not be sent, as long as there is anywhere else.
@@ -104,15 +114,15 @@ impl Router {
                 continue;
             }
             candidates += 1;
-            let kind = (info.cache_namespace, info.block_tokens);
-            let known = walks.iter().position(|(n, b, _)| (*n, *b) == kind);
+            let space = info.key_space();
+            let known = walks.iter().position(|(known, _)| *known == space);
             let walk = known.unwrap_or_else(|| {
                 let mut walk = self.fleet.index.walk(slots);
-                open.walk_keys(kind, |key| walk.goes_on(key));
-                walks.push((kind.0, kind.1, walk.end()));
+                hashed |= open.walk_keys(space, |key| walk.goes_on(key));
+                walks.push((space, walk.end()));
                 walks.len() - 1
             });
-            let blocks = walks[walk].2.get(slot.0).copied().unwrap_or(0);
+            let blocks = walks[walk].1.get(slot.0).copied().unwrap_or(0);
             // The last token is always computed: its logits are what is wanted.
             let hit_tokens =
                 (u64::from(blocks) * u64::from(info.block_tokens)).min(length.saturating_sub(1));
@@ -121,9 +131,9 @@ impl Router {
             let rank = (cost, replica.assigned.len());
             // Names come in order, so the first of equals is the lowest name.
             if best.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
-                best = Some((rank, Choice { slot, cost, hit_tokens, candidates: 0 }));
+                best = Some((rank, Choice { slot, cost, hit_tokens, candidates, hashed }));
             }
         }
-        best.map(|(_, choice)| Choice { candidates, ..choice })
+        best.map(|(_, choice)| Choice { candidates, hashed, ..choice })
     }
 }

@@ -227,6 +227,7 @@ impl LocalCluster {
             tenant: "lab".into(),
             cache_salt: String::new(),
             prompt,
+            keys: None,
             sampling: SamplingParams::default(),
             max_tokens,
             min_tokens: 0,

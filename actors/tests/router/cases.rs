@@ -1,6 +1,7 @@
 //! Directed cases: admission, placement, replay, poison, cancel, deadlines.
 
 use crate::support::*;
+use dunlin_actors::kv::key::Chain;
 use dunlin_actors::messages::*;
 use dunlin_actors::router::{Input, Note, RouterConfig};
 use dunlin_model::sampling::TokenLogprob;
@@ -195,11 +196,46 @@ fn a_dead_replica_gets_nothing_however_warm_its_cache() {
     bench.report("right", 1, warm(1));
     bench.handle(Input::ReplicaUp(replica("right", 2)));
     let (_, outputs) = bench.submit(request(7, prompt, 8));
-    let placed = outputs.notes.iter().find_map(|note| match note {
-        Note::Placed { hit_tokens, replica, .. } => Some((replica.clone(), *hit_tokens)),
-        _ => None,
-    });
-    assert_eq!(placed, Some(("right".to_string(), 0)));
+    assert_eq!(outputs.placed(), Some(("right".to_string(), 0)));
+}
+
+/// Keys that came with a request serve as those that the router computes, also for what is drawn
+/// after them; wrong in number or of another kind, they are not used.
+#[test]
+fn given_keys_place_as_computed_ones_do() {
+    let prompt: Vec<u32> = (0..64).collect();
+    let longer: Vec<u32> = prompt.iter().copied().chain([9, 8, 7, 6, 5]).collect();
+    let space = prompt_keys(&prompt).space;
+    let given = |space, tokens: &[u32]| Some(Chain::of_prompt(space, "lab", "", tokens));
+    let elsewhere = KeySpace { namespace: [8; 16], ..space };
+    let all = [
+        (given(space, &prompt), false),
+        (None, true),
+        (given(space, &prompt[..60]), true),
+        (given(elsewhere, &prompt), true),
+        (given(KeySpace { block_tokens: 8, ..space }, &prompt), true),
+    ];
+    for (keys, hashes) in all {
+        let mut bench = Bench::with_replicas(&["left", "middle", "right"]);
+        let warm = |tokens: &[u32]| SchedulerEvent::KvEvents {
+            seq: 0,
+            stored: block_keys(tokens),
+            removed: vec![],
+        };
+        bench.report("middle", 1, warm(&prompt));
+        let mut asked = request(1, prompt.clone(), 16);
+        asked.keys = keys;
+        let (_, outputs) = bench.submit(asked);
+        assert_eq!(outputs.placed(), Some(("middle".to_string(), 63)));
+        let hashed = outputs.notes.contains(&Note::Hashed { request: RequestId(1) });
+        assert_eq!(hashed, hashes);
+        // The replay finds what was drawn as well.
+        bench.report("middle", 1, tokens(1, 1, 0, &longer[64..]));
+        bench.report("right", 1, warm(&longer));
+        let outputs = bench.down("middle", 1, &[]);
+        assert_eq!(outputs.placed(), Some(("right".to_string(), 68)));
+        assert!(!outputs.notes.contains(&Note::Hashed { request: RequestId(1) }));
+    }
 }
 
 #[test]

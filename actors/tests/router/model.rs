@@ -233,6 +233,7 @@ impl World {
         // Prompts share prefixes, so that affinity plays a part.
         let ids = (0..u32::from(prompt)).map(|i| i + id as u32 % 3).collect();
         let mut new = request(id, ids, max_tokens.into());
+        new.keys = id.is_multiple_of(2).then(|| prompt_keys(&new.prompt));
         new.deadline_ms = deadline_ms.into();
         if id % 5 == 4 {
             new.reply_to = address("side", "gateway");

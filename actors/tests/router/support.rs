@@ -23,6 +23,7 @@ pub fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> Request {
         tenant: "lab".into(),
         cache_salt: String::new(),
         prompt,
+        keys: None,
         sampling: SamplingParams::default(),
         max_tokens,
         min_tokens: 0,
@@ -153,6 +154,14 @@ impl Outputs {
         self.sends.iter().filter_map(submit).collect()
     }
 
+    /// The replica of the first placement, and how much of the request it is taken to hold.
+    pub fn placed(&self) -> Option<(String, u64)> {
+        self.notes.iter().find_map(|note| match note {
+            Note::Placed { hit_tokens, replica, .. } => Some((replica.clone(), *hit_tokens)),
+            _ => None,
+        })
+    }
+
     pub fn cancels(&self) -> Vec<(String, RequestId, Attempt)> {
         let cancel = |(to, cast): &(Address, SchedulerCast)| match cast {
             SchedulerCast::Cancel { request, attempt, .. } => {
@@ -181,6 +190,12 @@ pub fn tokens(id: u64, attempt: u32, position: u32, ids: &[u32]) -> SchedulerEve
 
 pub fn finished(id: u64, attempt: u32, reason: FinishReason) -> SchedulerEvent {
     SchedulerEvent::Finished { request: RequestId(id), attempt: Attempt(attempt), reason }
+}
+
+/// What a gateway sends along with a prompt.
+pub fn prompt_keys(prompt: &[u32]) -> PromptKeys {
+    let space = KeySpace { namespace: [7; 16], block_tokens: BLOCK_TOKENS };
+    Chain::of_prompt(space, "lab", "", prompt)
 }
 
 /// Keys of the full blocks of `tokens`, as the replicas above name them.

@@ -120,6 +120,7 @@ impl Clients {
             tenant: spec.tenant.clone(),
             cache_salt: String::new(),
             prompt: spec.prompt.clone(),
+            keys: None,
             sampling: oracle::sampling(spec),
             max_tokens: spec.max_tokens,
             min_tokens: 0,

@@ -104,6 +104,7 @@ pub async fn world_on(node: Node, plan: Plan, change: impl FnOnce(&mut GatewayAr
         router: node.address("router", "main"),
         http: ([127, 0, 0, 1], 0).into(),
         model: Arc::new(ByteModel::new(512, 4096)),
+        key_space: KeySpace { namespace: [7; 16], block_tokens: 4 },
         models: vec!["tiny".into(), "org/tiny".into()],
         fingerprint: "fp_test".into(),
         limits: Limits { first_event: Duration::from_millis(200), ..Limits::default() },

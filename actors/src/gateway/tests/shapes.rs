@@ -1,6 +1,7 @@
 //! OpenAI's objects, field for field.
 
 use super::harness::*;
+use crate::kv::key::Chain;
 use crate::messages::*;
 use serde_json::{Value, json};
 
@@ -261,6 +262,9 @@ async fn every_sampling_field_reaches_the_router() {
     assert_eq!((sampling.seed, sampling.logprobs), (u64::MAX, Some(3)));
     assert_eq!((request.max_tokens, request.min_tokens), (9, 2));
     assert_eq!((request.cache_salt.as_str(), request.tenant.as_str()), ("s", "default"));
+    let space = KeySpace { namespace: [7; 16], block_tokens: 4 };
+    let keys = Chain::of_prompt(space, "default", "s", &request.prompt);
+    assert_eq!(request.keys, Some(keys), "the router has nothing to hash");
     assert_eq!((request.stop_tokens.len(), request.prompt_logprobs), (0, Some(3)));
     // Defaults: OpenAI's, a seed of its own for each request, the model's stop tokens.
     world.complete(json!({})).await;
