@@ -72,6 +72,9 @@ fn adapters_are_chosen_by_place_api_and_name() {
     assert_eq!(all[0].id, "wgpu:0");
     let word = all[0].name.split_whitespace().next().unwrap().to_uppercase();
     assert!(WgpuBackend::open(&format!("wgpu:{word}")).is_ok(), "{word}");
+    // The API's name stands in the driver's description.
+    let api = all[0].driver.rsplit(", ").next().unwrap().to_lowercase();
+    assert!(WgpuBackend::open(&format!("wgpu:{api}:0")).is_ok(), "{api}");
     match WgpuBackend::open("wgpu:200").map(drop) {
         Err(WgpuError::NoSuchAdapter { have, .. }) => assert!(have.contains("wgpu:0"), "{have}"),
         other => panic!("{other:?}"),
