@@ -1,14 +1,31 @@
 //! The same on a graphics adapter, software or not: fewer variants, since it may be slow.
 
 use crate::replica::{Models, Setup, work};
+use dunlin_backend::Precision;
 use dunlin_model::sampling::SamplingParams;
-use dunlin_wgpu::WgpuBackend;
+use dunlin_wgpu::{Product, WgpuBackend, WgpuOptions};
 
 const OUTPUT: u32 = 6;
 
 #[test]
 fn nothing_changes_the_text_on_an_adapter() {
-    let backend = WgpuBackend::open("wgpu:0").unwrap_or_else(|e| panic!("{e}: run tools/test"));
+    nothing_changes_the_text(adapter(Precision::Exact));
+}
+
+/// Products of bytes, whatever the adapter would choose, and float16 KV.
+#[test]
+fn nothing_changes_the_text_on_an_adapter_in_fast_mode() {
+    let mut backend = adapter(Precision::Fast);
+    backend.use_packed(Product::Rows(1, 4), Product::Rows(4, 4));
+    nothing_changes_the_text(backend);
+}
+
+fn adapter(precision: Precision) -> WgpuBackend {
+    let options = WgpuOptions { precision, ..WgpuOptions::default() };
+    WgpuBackend::open_with("wgpu:0", &options).unwrap_or_else(|e| panic!("{e}: run tools/test"))
+}
+
+fn nothing_changes_the_text(backend: WgpuBackend) {
     let models = Models::load(backend);
     let plain = Setup::default();
     let sampling = SamplingParams { logprobs: Some(10), ..SamplingParams::default() };
