@@ -9,7 +9,8 @@ use crate::engine::{Collective, EngineError};
 use crate::spec::ModelSpec;
 use crate::stage::{FfnWeights, LayerWeights, StageWeights};
 use dunlin_backend::{
-    AttentionParams, Backend, BackendError, Experts, LinearPart, Samples, SeqRows, Want,
+    AttentionParams, Backend, BackendError, Experts, FeedForward, FeedForwardRoom, LinearPart,
+    Norm, Samples, SeqRows, Want,
 };
 
 /// Most bytes of logits computed at once.
@@ -145,9 +146,10 @@ fn attention<B: Backend>(
 ) -> Result<(), EngineError> {
     let spec = &weights.spec;
     let bias = |i: usize| layer.qkv_bias.as_ref().map(|b| &b[i]);
-    backend.rms_norm(&ws.x, &layer.attn_norm, spec.rms_eps, spec.hidden, &mut ws.normed)?;
-    backend.linear(
-        &ws.normed,
+    backend.norm_linear(
+        &ws.x,
+        &norm(spec, &layer.attn_norm),
+        &mut ws.normed,
         &mut [
             LinearPart { weight: &layer.q, bias: bias(0), out: &mut ws.q },
             LinearPart { weight: &layer.k, bias: bias(1), out: &mut ws.k },
@@ -159,14 +161,23 @@ fn attention<B: Backend>(
         backend.rms_norm_inplace(&mut ws.k, k_norm, spec.rms_eps, spec.head_dim)?;
     }
     let rope = if layer.local { &weights.rope_local } else { &weights.rope };
-    backend.rope(&mut ws.q, rows.positions, rope)?;
-    backend.rope(&mut ws.k, rows.positions, rope)?;
-    backend.kv_write(kv, index, &ws.k, &ws.v, rows.seqs)?;
-    let params = attention_params(weights, layer.local);
-    backend.attention(&ws.q, kv, index, rows.seqs, &params, &mut ws.attended)?;
-    let mut out = [LinearPart { weight: &layer.attn_out, bias: None, out: &mut ws.delta }];
-    backend.linear(&ws.attended, &mut out)?;
-    add_delta(backend, layer.post_attn_norm.as_ref(), spec, group, ws)
+    let qkv = (&mut ws.q, &mut ws.k, &ws.v);
+    backend.rope_write(qkv, rows.positions, rope, kv, index, rows.seqs)?;
+    let at_once = group.size() == 1 && layer.post_attn_norm.is_none();
+    backend.attention_linear(
+        &ws.q,
+        (kv, index),
+        rows.seqs,
+        &attention_params(weights, layer.local),
+        &layer.attn_out,
+        &mut ws.attended,
+        &mut ws.delta,
+        at_once.then_some(&mut ws.x),
+    )?;
+    match at_once {
+        true => Ok(()),
+        false => add_delta(backend, layer.post_attn_norm.as_ref(), spec, group, ws),
+    }
 }
 
 /// `x += post_norm(down(activation(gate(h)) * up(h)))` with `h = norm(x)`, dense or a mixture.
@@ -178,21 +189,20 @@ fn feed_forward<B: Backend>(
     ws: &mut Workspace<B>,
 ) -> Result<(), EngineError> {
     let spec = &weights.spec;
-    backend.rms_norm(&ws.x, &layer.ffn_norm, spec.rms_eps, spec.hidden, &mut ws.normed)?;
+    let norm = norm(spec, &layer.ffn_norm);
     match &layer.ffn {
         FfnWeights::Dense { gate, up, down } => {
-            backend.linear(
-                &ws.normed,
-                &mut [
-                    LinearPart { weight: gate, bias: None, out: &mut ws.gate },
-                    LinearPart { weight: up, bias: None, out: &mut ws.up },
-                ],
-            )?;
-            backend.gated(&mut ws.gate, &ws.up, spec.activation)?;
-            let mut out = [LinearPart { weight: down, bias: None, out: &mut ws.delta }];
-            backend.linear(&ws.gate, &mut out)?;
+            let weights = FeedForward { gate, up, down, activation: spec.activation };
+            let at_once = group.size() == 1 && layer.post_ffn_norm.is_none();
+            let Workspace { x, normed, gate, up, delta, .. } = &mut *ws;
+            let room = FeedForwardRoom { normed, gate, up };
+            backend.feed_forward(x, &norm, &weights, room, delta, at_once)?;
+            if at_once {
+                return Ok(());
+            }
         }
         FfnWeights::Mixture { router, gate, up, down } => {
+            backend.rms_norm(&ws.x, norm.weight, norm.eps, norm.cols, &mut ws.normed)?;
             let moe = spec.moe.as_ref().ok_or_else(|| no_moe(spec))?;
             let mut out = [LinearPart { weight: router, bias: None, out: &mut ws.router }];
             backend.linear(&ws.normed, &mut out)?;
@@ -208,6 +218,10 @@ fn feed_forward<B: Backend>(
         }
     }
     add_delta(backend, layer.post_ffn_norm.as_ref(), spec, group, ws)
+}
+
+fn norm<'a, B: Backend>(spec: &ModelSpec, weight: &'a B::Tensor) -> Norm<'a, B> {
+    Norm { weight, cols: spec.hidden, eps: spec.rms_eps }
 }
 
 /// Sums the ranks' shares of a sub-block, norms the sum where the family does, and adds it.
@@ -255,7 +269,7 @@ pub fn logits<B: Backend>(
 ) -> Result<(), EngineError> {
     let spec = &weights.spec;
     let head = weights.head.as_ref().or(weights.embedding.as_ref());
-    let (Some(norm), Some(head)) = (&weights.output_norm, head) else {
+    let (Some(output_norm), Some(head)) = (&weights.output_norm, head) else {
         return Err(EngineError::BadBatch("this stage has no head".into()));
     };
     let chunks = picked.chunks(ws.logit_rows).zip(wants.chunks(ws.logit_rows));
@@ -264,9 +278,13 @@ pub fn logits<B: Backend>(
             backend.set_rows(tensor, chunk.len())?;
         }
         backend.gather(&ws.x, chunk, &mut ws.picked)?;
-        backend.rms_norm(&ws.picked, norm, spec.rms_eps, spec.hidden, &mut ws.picked_normed)?;
         let mut out = [LinearPart { weight: head, bias: None, out: &mut ws.logits }];
-        backend.linear(&ws.picked_normed, &mut out)?;
+        backend.norm_linear(
+            &ws.picked,
+            &norm(spec, output_norm),
+            &mut ws.picked_normed,
+            &mut out,
+        )?;
         let first = chunk_index * ws.logit_rows;
         let Samples { tokens, logits } = &mut ws.samples;
         if group.size() > 1 {

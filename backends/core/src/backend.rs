@@ -169,6 +169,29 @@ pub struct LinearPart<'a, B: Backend> {
     pub out: &'a mut B::Tensor,
 }
 
+/// A root mean square norm over whole rows, as the first half of a fused op.
+pub struct Norm<'a, B: Backend> {
+    /// One row of as many elements as the input has columns.
+    pub weight: &'a B::Tensor,
+    pub cols: usize,
+    pub eps: f32,
+}
+
+/// Weights of a dense feed-forward block: `down(activation(gate(x)) * up(x))`.
+pub struct FeedForward<'a, B: Backend> {
+    pub gate: &'a B::Weight,
+    pub up: &'a B::Weight,
+    pub down: &'a B::Weight,
+    pub activation: Activation,
+}
+
+/// Room for what is between the products of [`Backend::feed_forward`].
+pub struct FeedForwardRoom<'a, B: Backend> {
+    pub normed: &'a mut B::Tensor,
+    pub gate: &'a mut B::Tensor,
+    pub up: &'a mut B::Tensor,
+}
+
 /// Weights of one mixture-of-experts block, one matrix per expert.
 pub struct Experts<'a, B: Backend> {
     pub gate: &'a [B::Weight],
@@ -285,6 +308,80 @@ pub trait Backend: Send + Sync + Sized + 'static {
         up: &Self::Tensor,
         activation: Activation,
     ) -> Result<(), BackendError>;
+
+    // Ops that follow each other in every layer. Each is the ops it names, to the bit; a backend may
+    // do them in one go. `room` is what lies between them: nothing can be told of it afterwards.
+
+    /// [`Backend::rms_norm`], then [`Backend::linear`].
+    fn norm_linear(
+        &self,
+        x: &Self::Tensor,
+        norm: &Norm<'_, Self>,
+        room: &mut Self::Tensor,
+        parts: &mut [LinearPart<'_, Self>],
+    ) -> Result<(), BackendError> {
+        self.rms_norm(x, norm.weight, norm.eps, norm.cols, room)?;
+        self.linear(room, parts)
+    }
+
+    /// [`Backend::rope`] of queries and keys, then [`Backend::kv_write`].
+    #[allow(clippy::too_many_arguments)]
+    fn rope_write(
+        &self,
+        (q, k, v): (&mut Self::Tensor, &mut Self::Tensor, &Self::Tensor),
+        positions: &[u32],
+        rope: &Rope,
+        kv: &mut Self::Kv,
+        layer: usize,
+        seqs: &[SeqRows],
+    ) -> Result<(), BackendError> {
+        self.rope(q, positions, rope)?;
+        self.rope(k, positions, rope)?;
+        self.kv_write(kv, layer, k, v, seqs)
+    }
+
+    /// [`Backend::attention`] into `room`, then [`Backend::linear`] of it into `delta`; with a
+    /// residual stream, that is added to it and nothing can be told of `delta`.
+    #[allow(clippy::too_many_arguments)]
+    fn attention_linear(
+        &self,
+        q: &Self::Tensor,
+        (kv, layer): (&Self::Kv, usize),
+        seqs: &[SeqRows],
+        params: &AttentionParams,
+        weight: &Self::Weight,
+        room: &mut Self::Tensor,
+        delta: &mut Self::Tensor,
+        residual: Option<&mut Self::Tensor>,
+    ) -> Result<(), BackendError> {
+        self.attention(q, kv, layer, seqs, params, room)?;
+        self.linear(room, &mut [LinearPart { weight, bias: None, out: &mut *delta }])?;
+        residual.map_or(Ok(()), |x| self.add(x, delta))
+    }
+
+    /// `delta = down(activation(gate(h)) * up(h))` with `h = norm(x)`: [`Backend::norm_linear`],
+    /// [`Backend::gated`], [`Backend::linear`]. With `add`, that is added to `x` and nothing can be
+    /// told of `delta`.
+    fn feed_forward(
+        &self,
+        x: &mut Self::Tensor,
+        norm: &Norm<'_, Self>,
+        weights: &FeedForward<'_, Self>,
+        room: FeedForwardRoom<'_, Self>,
+        delta: &mut Self::Tensor,
+        add: bool,
+    ) -> Result<(), BackendError> {
+        let FeedForwardRoom { normed, gate, up } = room;
+        let mut parts = [
+            LinearPart { weight: weights.gate, bias: None, out: &mut *gate },
+            LinearPart { weight: weights.up, bias: None, out: &mut *up },
+        ];
+        self.norm_linear(x, norm, normed, &mut parts)?;
+        self.gated(gate, up, weights.activation)?;
+        let down = LinearPart { weight: weights.down, bias: None, out: &mut *delta };
+        self.linear(gate, &mut [down])?;
+        if add { self.add(x, delta) } else { Ok(()) }
+    }
 
     /// `out = sum over the top_k experts e of softmax(router)[e] * ffn_e(x)`; `router` is
     /// `[rows, experts]`. Ties go to the lower expert index; experts add in ascending index.

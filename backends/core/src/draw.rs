@@ -131,7 +131,7 @@ pub fn draw(logits: &mut [f32], how: &Draw) -> Option<u32> {
         }
     }
     let greatest = greatest(logits);
-    if !greatest.is_finite() || logits.iter().any(|l| l.is_nan()) {
+    if !greatest.is_finite() || !how.add.is_empty() && logits.iter().any(|l| l.is_nan()) {
         return None;
     }
     let terms = how.terms();

@@ -12,8 +12,8 @@
 use bytes::Bytes;
 use dunlin_backend::quant::dequantize_row;
 use dunlin_backend::{
-    Activation, AttentionParams, Backend, DType, HostTensor, KvDtype, KvSpec, LinearPart, Part,
-    Rope, RopeStyle, SeqRows,
+    Activation, AttentionParams, Backend, DType, FeedForward, FeedForwardRoom, HostTensor, KvDtype,
+    KvSpec, LinearPart, Norm, Part, Rope, RopeStyle, SeqRows,
 };
 use dunlin_cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor, CpuWeight, Precision};
 use std::collections::BTreeMap;
@@ -308,11 +308,13 @@ impl<'a> Model<'a> {
         let b = self.b;
         let rows = step.sequences * step.rows;
         let tensor = |cols| b.tensor(rows, cols).expect("tensor");
-        let (mut x, mut y, mut q) = (tensor(HIDDEN), tensor(HIDDEN), tensor(HEADS * HEAD_DIM));
+        let (mut x, mut y, mut n) = (tensor(HIDDEN), tensor(HIDDEN), tensor(HIDDEN));
+        let mut q = tensor(HEADS * HEAD_DIM);
         let (mut k, mut v) = (tensor(KV_HEADS * HEAD_DIM), tensor(KV_HEADS * HEAD_DIM));
         let (mut a, mut g, mut u) = (tensor(HEADS * HEAD_DIM), tensor(INNER), tensor(INNER));
         let drawn = step.sequences;
-        let mut last = b.tensor(drawn, HIDDEN).expect("tensor");
+        let some = |cols| b.tensor(drawn, cols).expect("tensor");
+        let (mut last, mut last_normed) = (some(HIDDEN), some(HIDDEN));
         let mut logits = b.tensor(drawn, VOCAB).expect("tensor");
         let ids: Vec<u32> = (0..rows as u32).collect();
         let each = (step.past + step.rows).div_ceil(16) as u32;
@@ -327,43 +329,37 @@ impl<'a> Model<'a> {
         let positions: Vec<u32> =
             (0..rows).map(|row| (step.past + row % step.rows) as u32).collect();
         let params = &self.params;
+        let norm = Norm { weight: &self.norm, cols: HIDDEN, eps: 1e-5 };
         book(t, "embed", || b.embed(&self.head, &ids, 1.0, &mut x).expect("embed"));
         for (i, l) in self.layers.iter().enumerate() {
-            book(t, "norm", || b.rms_norm(&x, &self.norm, 1e-5, HIDDEN, &mut y).expect("norm"));
-            book(t, "qkv", || {
+            book(t, "norm, qkv", || {
                 let mut parts = [
                     LinearPart { weight: &l.q, bias: None, out: &mut q },
                     LinearPart { weight: &l.k, bias: None, out: &mut k },
                     LinearPart { weight: &l.v, bias: None, out: &mut v },
                 ];
-                b.linear(&y, &mut parts).expect("linear");
+                b.norm_linear(&x, &norm, &mut y, &mut parts).expect("norm_linear");
             });
-            book(t, "rope", || {
-                b.rope(&mut q, &positions, &self.rope).expect("rope");
-                b.rope(&mut k, &positions, &self.rope).expect("rope");
+            book(t, "rope, kv", || {
+                let qkv = (&mut q, &mut k, &v);
+                b.rope_write(qkv, &positions, &self.rope, &mut self.kv, i, &seqs).expect("write");
             });
-            book(t, "kv", || b.kv_write(&mut self.kv, i, &k, &v, &seqs).expect("kv_write"));
-            book(t, "attention", || {
-                b.attention(&q, &self.kv, i, &seqs, params, &mut a).expect("attention");
+            book(t, "attention, o, add", || {
+                let (kv, x) = ((&self.kv, i), Some(&mut x));
+                b.attention_linear(&q, kv, &seqs, params, &l.o, &mut a, &mut y, x).expect("o");
             });
-            let o = &l.o;
-            book(t, "o", || one_linear(b, &a, o, &mut y));
-            book(t, "add", || b.add(&mut x, &y).expect("add"));
-            book(t, "norm", || b.rms_norm(&x, &self.norm, 1e-5, HIDDEN, &mut y).expect("norm"));
-            book(t, "gate, up", || {
-                let mut parts = [
-                    LinearPart { weight: &l.gate, bias: None, out: &mut g },
-                    LinearPart { weight: &l.up, bias: None, out: &mut u },
-                ];
-                b.linear(&y, &mut parts).expect("linear");
+            book(t, "feed forward", || {
+                let (gate, up, down) = (&l.gate, &l.up, &l.down);
+                let weights = FeedForward { gate, up, down, activation: Activation::Silu };
+                let room = FeedForwardRoom { normed: &mut n, gate: &mut g, up: &mut u };
+                b.feed_forward(&mut x, &norm, &weights, room, &mut y, true).expect("feed forward");
             });
-            book(t, "gated", || b.gated(&mut g, &u, Activation::Silu).expect("gated"));
-            book(t, "down", || one_linear(b, &g, &l.down, &mut y));
-            book(t, "add", || b.add(&mut x, &y).expect("add"));
         }
-        book(t, "norm", || b.rms_norm(&x, &self.norm, 1e-5, HIDDEN, &mut y).expect("norm"));
-        b.gather(&y, &lasts, &mut last).expect("gather");
-        book(t, "head", || one_linear(b, &last, &self.head, &mut logits));
+        b.gather(&x, &lasts, &mut last).expect("gather");
+        book(t, "norm, head", || {
+            let mut parts = [LinearPart { weight: &self.head, bias: None, out: &mut logits }];
+            b.norm_linear(&last, &norm, &mut last_normed, &mut parts).expect("head");
+        });
     }
 }
 

@@ -8,12 +8,15 @@
 //! those without a visible key are skipped, so neither block size nor chunk boundaries matter. Keys
 //! that are not visible are never read into a result, whatever they hold.
 //!
+//! Where the result goes into a product of int8, each task quantises its own heads at the end.
+//!
 //! Queries that share keys are taken up to six at a time: each key and value is loaded (and widened) once
 //! for all of them, and sums stay in registers. How many share a load changes no bit.
 
 // Indices run over several register arrays at once, whose loops the compiler unrolls.
 #![allow(clippy::needless_range_loop)]
 
+use crate::activations::{ActBlock, place, quantise_row};
 use crate::element::KvElement;
 use crate::kv::{CpuKv, KvLayout};
 use crate::lanes::{Kernel, LANES, Lanes, load_part, store_part};
@@ -100,6 +103,8 @@ pub(crate) struct Attend<'a> {
     pub params: &'a AttentionParams,
     pub out: *mut f32,
     pub out_stride: usize,
+    /// Where the rows go as blocks of int8 too, or null. Heads are whole blocks then.
+    pub acts: *mut ActBlock,
 }
 
 // SAFETY: tasks read queries and keys, and write disjoint pieces of the output.
@@ -119,6 +124,8 @@ impl<E: KvElement> Kernel for Run<'_, E> {
         let none = Query {
             q: std::ptr::null(),
             out: std::ptr::null_mut(),
+            acts: std::ptr::null_mut(),
+            step: 0,
             first: 0,
             position: 0,
             largest: f32::NEG_INFINITY,
@@ -128,6 +135,10 @@ impl<E: KvElement> Kernel for Run<'_, E> {
         let mut count = 0;
         for row in task.rows.clone() {
             let position = seq.position + (row - seq.rows.start);
+            let (start, step) = match a.acts.is_null() {
+                true => (0, 0),
+                false => place(row, a.q.rows, a.q.cols / 32),
+            };
             for head in task.heads.clone() {
                 if a.params.kv_head_of[head] != task.kv_head {
                     continue;
@@ -136,6 +147,8 @@ impl<E: KvElement> Kernel for Run<'_, E> {
                     q: a.q.row(row)[head * d..].as_ptr(),
                     // SAFETY: the output has this row and head.
                     out: unsafe { a.out.add(row * a.out_stride + head * d) },
+                    acts: a.acts.wrapping_add(start + head * d / 32 * step),
+                    step,
                     first: a.params.window.map_or(0, |w| (position + 1).saturating_sub(w)),
                     position,
                     ..none
@@ -161,6 +174,9 @@ struct Query<L> {
     q: *const f32,
     /// Where the result goes; holds the running sum until then.
     out: *mut f32,
+    /// Its first block of int8, and the step to the next; no step where none is wanted.
+    acts: *mut ActBlock,
+    step: usize,
     /// Visible keys are `first..=position`.
     first: usize,
     position: usize,
@@ -232,6 +248,9 @@ unsafe fn attend<L: Lanes, E: KvElement>(
         }
         for q in queries {
             divide(q.out, d, L::splat(q.sums.sum()));
+            if q.step > 0 {
+                quantise_row::<L>(q.out, d / 32, q.acts, q.step);
+            }
         }
     }
 }

@@ -1,10 +1,10 @@
 //! The [`Backend`] trait over this crate's kernels: checks shapes, splits rows among threads.
 
 use crate::activations::ActBlock;
-use crate::attention::{Attend, Run, Task};
-use crate::element::with_kv_element;
+use crate::attention::Task;
 use crate::experts;
-use crate::kv::{CpuKv, Write, WriteHead};
+use crate::fused::check_parts;
+use crate::kv::CpuKv;
 use crate::lanes::{Kernel, LANES, dispatch};
 use crate::linear::{Context, Product, linear};
 use crate::memory::{Arena, Buf, free_bytes, total_bytes};
@@ -14,12 +14,12 @@ use crate::rowops::{Add, Gated, RmsNorm};
 use crate::tensor::{CpuTensor, same, shape};
 use crate::tiles::Unit;
 use crate::weight::CpuWeight;
-use crate::{CpuError, Path, attention, rope};
+use crate::{CpuError, Path, rope};
 use dunlin_backend::{
-    Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, HostTensor, KvDtype,
-    KvSpec, LinearPart, Part, Precision, Rope, SeqRows, checksum,
+    Activation, AttentionParams, Backend, BackendError, DeviceInfo, Experts, FeedForward,
+    FeedForwardRoom, HostTensor, KvDtype, KvSpec, LinearPart, Norm, Part, Precision, Rope, Samples,
+    SeqRows, Want, checksum, draw,
 };
-use std::marker::PhantomData;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// How to make a [`CpuBackend`].
@@ -56,8 +56,8 @@ impl CpuOptions {
 /// A CPU as a device. Ops run at once, on the calling thread and the backend's own workers; calls
 /// from several threads take turns. Any number of backends may live in a process.
 pub struct CpuBackend {
-    path: Path,
-    precision: Precision,
+    pub(crate) path: Path,
+    pub(crate) precision: Precision,
     kv: KvDtype,
     tiles: Option<Unit>,
     threads: usize,
@@ -65,17 +65,19 @@ pub struct CpuBackend {
 }
 
 /// What one op at a time uses.
-struct Inner {
-    pool: Pool,
+pub(crate) struct Inner {
+    pub pool: Pool,
     arena: Arena,
-    acts: Buf<ActBlock>,
-    ropes: Tables,
-    tasks: Vec<Task>,
+    pub acts: Buf<ActBlock>,
+    /// What a feed-forward block has between its products.
+    pub gated: Buf<ActBlock>,
+    pub ropes: Tables,
+    pub tasks: Vec<Task>,
     experts: experts::Scratch,
 }
 
 /// Elements below which a row op stays on the calling thread.
-const INLINE_ELEMENTS: usize = 8_192;
+pub(crate) const INLINE_ELEMENTS: usize = 8_192;
 
 impl CpuBackend {
     /// Starts the worker threads.
@@ -92,6 +94,7 @@ impl CpuBackend {
                 pool,
                 arena: Arena::default(),
                 acts: Buf::empty(),
+                gated: Buf::empty(),
                 ropes: Tables::default(),
                 tasks: Vec::new(),
                 experts: experts::Scratch::default(),
@@ -114,7 +117,7 @@ impl CpuBackend {
     }
 
     /// A panic in an op leaves only scratch behind, so a poisoned lock is as good as any.
-    fn inner(&self) -> MutexGuard<'_, Inner> {
+    pub(crate) fn inner(&self) -> MutexGuard<'_, Inner> {
         self.inner.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -166,9 +169,22 @@ struct Rows {
     cols: usize,
 }
 
+/// Tokens that tasks draw, each its own.
+#[derive(Clone, Copy)]
+struct Tokens(*mut Option<u32>);
+
+// SAFETY: each task writes a token of its own.
+unsafe impl Sync for Tokens {}
+
+impl Tokens {
+    fn at(&self, i: usize) -> *mut Option<u32> {
+        self.0.wrapping_add(i)
+    }
+}
+
 /// Rows that tasks write, each its own.
 #[derive(Clone, Copy)]
-struct RowsMut {
+pub(crate) struct RowsMut {
     data: *mut f32,
     stride: usize,
 }
@@ -188,10 +204,10 @@ impl Rows {
 }
 
 impl RowsMut {
-    fn of(t: &mut CpuTensor) -> Self {
+    pub fn of(t: &mut CpuTensor) -> Self {
         Self { data: t.data.as_mut_ptr(), stride: t.stride }
     }
-    fn at(&self, row: usize) -> *mut f32 {
+    pub fn at(&self, row: usize) -> *mut f32 {
         self.data.wrapping_add(row * self.stride)
     }
 }
@@ -319,20 +335,8 @@ impl Backend for CpuBackend {
         x: &CpuTensor,
         parts: &mut [LinearPart<'_, Self>],
     ) -> Result<(), BackendError> {
-        const OP: &str = "linear";
-        let mut quantised = false;
-        for p in parts.iter_mut() {
-            same(OP, "columns of the weight", p.weight.cols, x.cols)?;
-            same(OP, "columns of out", p.out.cols, p.weight.rows)?;
-            if let Some(bias) = p.bias {
-                same(OP, "columns of the bias", bias.cols, p.weight.rows)?;
-                same(OP, "rows of the bias", bias.rows, 1)?;
-            }
-            p.out.set_rows(OP, x.rows)?;
-            quantised |= !p.weight.layout.form.is_float();
-        }
-        let products =
-            parts.iter_mut().map(|p| Product { weight: p.weight, bias: p.bias, out: &mut *p.out });
+        let quantised = check_parts(x, parts)?;
+        let products = parts.iter_mut().map(|p| Product::of(p));
         let inner = &mut *self.inner();
         linear(&mut self.context(&mut inner.pool, &mut inner.acts), x, quantised, products)
     }
@@ -372,28 +376,7 @@ impl Backend for CpuBackend {
         v: &CpuTensor,
         seqs: &[SeqRows],
     ) -> Result<(), BackendError> {
-        const OP: &str = "kv_write";
-        kv.check_width(OP, k)?;
-        kv.check_width(OP, v)?;
-        kv.check(OP, layer, k.rows.min(v.rows), seqs)?;
-        let heads = kv.spec.kv_heads;
-        let layout = kv.layout;
-        let layer = kv.data[layer * layout.layer..].as_mut_ptr();
-        let write = Write { k, v, seqs, layout, layer };
-        let head = |head: usize| {
-            with_kv_element!(layout.dtype, E => {
-                let kernel = WriteHead::<E>(write, head, PhantomData);
-                // SAFETY: path and sequences were checked; each head is written by one task.
-                unsafe { dispatch(self.path, kernel) }
-            });
-        };
-        // Writes of keys miss the caches: few are worth another thread.
-        if k.rows * k.cols < INLINE_ELEMENTS / 8 {
-            (0..heads).for_each(head);
-        } else {
-            self.inner().pool.run(heads, &head);
-        }
-        Ok(())
+        self.write((kv, layer), k, v, seqs)
     }
 
     fn attention(
@@ -405,28 +388,7 @@ impl Backend for CpuBackend {
         params: &AttentionParams,
         out: &mut CpuTensor,
     ) -> Result<(), BackendError> {
-        attention::check(q, kv, params, out)?;
-        kv.check("attention", layer, q.rows, seqs)?;
-        out.set_rows("attention", q.rows)?;
-        let attend = Attend {
-            q,
-            layer: kv.data[layer * kv.layout.layer..].as_ptr(),
-            layout: kv.layout,
-            seqs,
-            params,
-            out: out.data.as_mut_ptr(),
-            out_stride: out.stride,
-        };
-        let Inner { pool, tasks, .. } = &mut *self.inner();
-        attention::plan(tasks, pool.threads(), seqs, params);
-        pool.run(tasks.len(), &|i| {
-            with_kv_element!(kv.layout.dtype, E => {
-                let kernel = Run::<E>(attend, &tasks[i], PhantomData);
-                // SAFETY: path, shapes and sequences were checked; tasks are disjoint.
-                unsafe { dispatch(self.path, kernel) }
-            });
-        });
-        Ok(())
+        self.attend(&mut self.inner(), q, (kv, layer), (seqs, params), out, false)
     }
 
     fn gated(
@@ -446,6 +408,55 @@ impl Backend for CpuBackend {
             vectors,
         });
         Ok(())
+    }
+
+    fn norm_linear(
+        &self,
+        x: &CpuTensor,
+        norm: &Norm<'_, Self>,
+        room: &mut CpuTensor,
+        parts: &mut [LinearPart<'_, Self>],
+    ) -> Result<(), BackendError> {
+        self.norm_then_linear(x, norm, room, parts)
+    }
+
+    fn rope_write(
+        &self,
+        qkv: (&mut CpuTensor, &mut CpuTensor, &CpuTensor),
+        positions: &[u32],
+        rope: &Rope,
+        kv: &mut CpuKv,
+        layer: usize,
+        seqs: &[SeqRows],
+    ) -> Result<(), BackendError> {
+        self.rotate_and_write(qkv, positions, rope, (kv, layer), seqs)
+    }
+
+    fn attention_linear(
+        &self,
+        q: &CpuTensor,
+        (kv, layer): (&CpuKv, usize),
+        seqs: &[SeqRows],
+        params: &AttentionParams,
+        weight: &CpuWeight,
+        room: &mut CpuTensor,
+        delta: &mut CpuTensor,
+        residual: Option<&mut CpuTensor>,
+    ) -> Result<(), BackendError> {
+        let (kv, seqs) = ((kv, layer), (seqs, params));
+        self.attend_then_linear(q, kv, seqs, weight, room, delta, residual)
+    }
+
+    fn feed_forward(
+        &self,
+        x: &mut CpuTensor,
+        norm: &Norm<'_, Self>,
+        weights: &FeedForward<'_, Self>,
+        room: FeedForwardRoom<'_, Self>,
+        delta: &mut CpuTensor,
+        add: bool,
+    ) -> Result<(), BackendError> {
+        self.whole_feed_forward(x, norm, weights, room, delta, add)
     }
 
     fn experts(
@@ -471,6 +482,32 @@ impl Backend for CpuBackend {
         out.set_rows(OP, rows.len())?;
         for (i, row) in rows.iter().enumerate() {
             out.row_mut(i).copy_from_slice(x.row(*row as usize));
+        }
+        Ok(())
+    }
+
+    fn sample(
+        &self,
+        logits: &mut CpuTensor,
+        wants: &[Want],
+        out: &mut Samples,
+    ) -> Result<(), BackendError> {
+        same("sample", "number of wants", wants.len(), logits.rows)?;
+        let (rows, cols) = (RowsMut::of(logits), logits.cols);
+        out.tokens.clear();
+        out.tokens.resize(wants.len(), None);
+        let tokens = Tokens(out.tokens.as_mut_ptr());
+        self.inner().pool.run(wants.len(), &|i| {
+            let Want::Token(how) = &wants[i] else { return };
+            // SAFETY: the tensor has this row, and it is this task's alone.
+            let row = unsafe { std::slice::from_raw_parts_mut(rows.at(i), cols) };
+            let token = draw::draw(row, how);
+            // SAFETY: as many tokens as wants, and this one is this task's.
+            unsafe { tokens.at(i).write(token) };
+        });
+        out.logits.clear();
+        for (i, _) in wants.iter().enumerate().filter(|(_, want)| **want == Want::Logits) {
+            out.logits.extend_from_slice(logits.row(i));
         }
         Ok(())
     }
@@ -510,7 +547,11 @@ impl Backend for CpuBackend {
 }
 
 impl CpuBackend {
-    fn context<'a>(&self, pool: &'a mut Pool, acts: &'a mut Buf<ActBlock>) -> Context<'a> {
+    pub(crate) fn context<'a>(
+        &self,
+        pool: &'a mut Pool,
+        acts: &'a mut Buf<ActBlock>,
+    ) -> Context<'a> {
         Context { path: self.path, precision: self.precision, tiles: self.tiles, pool, acts }
     }
 }

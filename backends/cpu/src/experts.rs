@@ -80,8 +80,8 @@ pub(crate) fn run(
         let down = room(&mut s.down, rows, down_w.rows)?;
         let quantised = !gate_w.layout.form.is_float() || !up_w.layout.form.is_float();
         let first = [
-            Product { weight: gate_w, bias: None, out: &mut *gate },
-            Product { weight: up_w, bias: None, out: &mut *up },
+            Product { weight: gate_w, bias: None, out: &mut *gate, add: false },
+            Product { weight: up_w, bias: None, out: &mut *up, add: false },
         ];
         linear(cx, xs, quantised, first.into_iter())?;
         let kernel = Gated {
@@ -93,7 +93,7 @@ pub(crate) fn run(
         // SAFETY: the path was checked; both tensors have `rows` padded rows of one width.
         unsafe { dispatch(cx.path, kernel) };
         let quantised = !down_w.layout.form.is_float();
-        let product = Product { weight: down_w, bias: None, out: &mut *down };
+        let product = Product { weight: down_w, bias: None, out: &mut *down, add: false };
         linear(cx, gate, quantised, std::iter::once(product))?;
         for (from, to) in s.rows.iter().enumerate() {
             let kernel = Add {

@@ -7,7 +7,7 @@
 //! beyond the tokens written to it is never used, whatever it is.
 
 use crate::element::{KvElement, kv_element_bytes};
-use crate::lanes::{Kernel, LANES, Lanes};
+use crate::lanes::{Kernel, LANES, Lanes, prefetch_write};
 use crate::memory::{Buf, free_bytes};
 use crate::tensor::{CpuTensor, same, shape};
 use dunlin_backend::{BackendError, KV_TILE, KvDtype, KvSpec, SeqRows};
@@ -70,6 +70,17 @@ impl CpuKv {
 
     pub fn dtype(&self) -> KvDtype {
         self.layout.dtype
+    }
+
+    /// Rows of keys and values on their way into layer `layer`, which [`CpuKv::check`] accepted.
+    pub(crate) fn write<'a>(
+        &mut self,
+        layer: usize,
+        k: &'a CpuTensor,
+        v: &'a CpuTensor,
+    ) -> Write<'a> {
+        let start = layer * self.layout.layer;
+        Write { k, v, layout: self.layout, layer: self.data[start..].as_mut_ptr() }
     }
 
     /// Copies blocks `from -> to` in all layers, in the order given.
@@ -271,45 +282,54 @@ impl KvLayout {
     }
 }
 
-/// Stores the rows of all sequences, for one KV head.
+/// Stores rows of sequences.
 #[derive(Clone, Copy)]
 pub(crate) struct Write<'a> {
     pub k: &'a CpuTensor,
     pub v: &'a CpuTensor,
-    pub seqs: &'a [SeqRows],
     pub layout: KvLayout,
     /// The layer's first byte.
     pub layer: *mut u8,
 }
 
-// SAFETY: each head of the layer is written by one task.
+// SAFETY: each row of a sequence is written by one task, to a place of its own.
 unsafe impl Sync for Write<'_> {}
 
-/// One head of a [`Write`].
-pub(crate) struct WriteHead<'a, E>(pub Write<'a>, pub usize, pub std::marker::PhantomData<E>);
+/// Some rows of one sequence.
+pub(crate) struct WriteRows<'a, E> {
+    pub write: Write<'a>,
+    pub seq: &'a SeqRows,
+    pub rows: std::ops::Range<usize>,
+    pub element: std::marker::PhantomData<E>,
+}
 
-impl<E: KvElement> Kernel for WriteHead<'_, E> {
+impl<E: KvElement> Kernel for WriteRows<'_, E> {
     /// # Safety
-    /// [`CpuKv::check`] accepted the sequences; nobody else touches this head of the layer, whose
-    /// elements are of type `E`.
+    /// [`CpuKv::check`] accepted the sequence, which has these rows; nobody else writes them. The
+    /// layer's elements are of type `E`.
     #[inline(always)]
     unsafe fn run<L: Lanes>(self) {
-        let WriteHead(w, head, _) = self;
+        let Self { write: w, seq, rows, .. } = self;
         let (layout, d) = (w.layout, w.layout.head_dim);
-        for s in w.seqs {
-            for (i, row) in s.rows.clone().enumerate() {
-                let position = s.position + i;
-                let (tile, token) = (position / KV_TILE, position % KV_TILE);
+        for row in rows {
+            let position = seq.position + (row - seq.rows.start);
+            let (tile, token) = (position / KV_TILE, position % KV_TILE);
+            for head in 0..w.k.cols / d {
                 let k = w.k.row(row)[head * d..][..d].as_ptr();
                 let v = w.v.row(row)[head * d..][..d].as_ptr();
-                let key = layout.key_tile(&s.blocks, tile, head) + token * E::BYTES;
-                let value = layout.value_tile(&s.blocks, tile, head) + token * layout.value_stride;
+                let key = layout.key_tile(&seq.blocks, tile, head) + token * E::BYTES;
+                let value =
+                    layout.value_tile(&seq.blocks, tile, head) + token * layout.value_stride;
+                // An element a cache line or two: all are asked for before the first is written.
+                for e in (0..d).step_by(LINE.div_ceil(KV_TILE * E::BYTES)) {
+                    prefetch_write(w.layer.wrapping_add(key + e * KV_TILE * E::BYTES));
+                }
                 // SAFETY: the block is in the store, and the offsets within the block.
                 unsafe {
-                    let key_scale = E::write::<L>(k, d, w.layer.add(key), KV_TILE);
                     let value_scale = E::write::<L>(v, d, w.layer.add(value), 1);
+                    let key_scale = E::write::<L>(k, d, w.layer.add(key), KV_TILE);
                     if E::SCALED {
-                        let (keys, values) = layout.scale_tiles(&s.blocks, tile, head);
+                        let (keys, values) = layout.scale_tiles(&seq.blocks, tile, head);
                         let at = |tile: usize| w.layer.add(tile).cast::<f32>().add(token);
                         at(keys).write_unaligned(key_scale);
                         at(values).write_unaligned(value_scale);
@@ -319,3 +339,6 @@ impl<E: KvElement> Kernel for WriteHead<'_, E> {
         }
     }
 }
+
+/// Bytes of a cache line.
+const LINE: usize = 64;

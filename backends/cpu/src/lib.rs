@@ -18,6 +18,7 @@ mod attention;
 mod backend;
 mod element;
 mod experts;
+mod fused;
 mod kv;
 mod lanes;
 mod linear;

@@ -8,23 +8,24 @@
 //!   `sc0 * idot0 + sc1 * idot1`);
 //! - exact, and plain floats: `acc = fma(w[k], x[k], acc)`, `k` ascending, `w[k]` dequantised.
 //!
-//! A bias is added last.
+//! A bias is added last, and where a product is to be added to what is there, the sum is one addition.
 
 // Indices run over several register arrays at once, whose loops the compiler unrolls.
 #![allow(clippy::needless_range_loop)]
 
-use crate::activations::{ActBlock, Quantise, TILE, tile_width};
+use crate::activations::{ActBlock, GateQuantise, Quantise, tile, tile_count};
+use crate::backend::CpuBackend;
 use crate::element::{BF16, Element, F16, F32};
 #[cfg(target_arch = "x86_64")]
 use crate::lanes::dispatch_wide;
-use crate::lanes::{Codes, Kernel, LANES, Lanes, dispatch};
+use crate::lanes::{Codes, Kernel, LANES, Lanes, dispatch, prefetch};
 use crate::memory::Buf;
 use crate::path::Path;
 use crate::pool::Pool;
 use crate::tensor::CpuTensor;
 use crate::tiles::{TILE_ROWS, TileFast, Unit, whole_blocks};
 use crate::weight::{CpuWeight, Form, Format, Layout, Scales, format};
-use dunlin_backend::{BackendError, Precision};
+use dunlin_backend::{Activation, BackendError, LinearPart, Precision};
 use std::marker::PhantomData;
 
 /// Multiply-adds below which an op is not worth waking another thread.
@@ -49,6 +50,7 @@ pub(crate) struct Job {
     out_stride: usize,
     /// One padded row, or null.
     bias: *const f32,
+    add: bool,
 }
 
 /// The input rows, in the forms that the weights need.
@@ -66,6 +68,49 @@ pub(crate) struct Product<'a> {
     pub weight: &'a CpuWeight,
     pub bias: Option<&'a CpuTensor>,
     pub out: &'a mut CpuTensor,
+    /// Add to what is in `out`.
+    pub add: bool,
+}
+
+/// A norm over whole rows before a product: weight and epsilon.
+pub(crate) type RowNorm<'a> = Option<(&'a [f32], f32)>;
+
+impl Input {
+    /// Plain rows; quantised ones where `acts` is not null.
+    pub fn of(x: &CpuTensor, acts: *const ActBlock) -> Self {
+        Self { x: x.data.as_ptr(), stride: x.stride, rows: x.rows, acts }
+    }
+
+    /// Quantised rows alone, for products of quantised weights in fast mode.
+    pub fn quantised(rows: usize, acts: *const ActBlock) -> Self {
+        Self { x: std::ptr::null(), stride: 0, rows, acts }
+    }
+
+    /// `rows` rows from `start` on, which is the first of a tile; a row has `blocks` blocks.
+    fn part(&self, start: usize, rows: usize, blocks: usize) -> Self {
+        let (x, stride) = (self.x.wrapping_add(start * self.stride), self.stride);
+        Self { x, stride, rows, acts: self.acts.wrapping_add(start * blocks) }
+    }
+}
+
+impl<'a> Product<'a> {
+    pub fn of(p: &'a mut LinearPart<'_, CpuBackend>) -> Self {
+        Self { weight: p.weight, bias: p.bias, out: &mut *p.out, add: false }
+    }
+}
+
+impl Job {
+    fn of(p: Product<'_>) -> Self {
+        Self {
+            weight: p.weight.data.as_ptr(),
+            layout: p.weight.layout,
+            panels: p.weight.panels(),
+            out: p.out.data.as_mut_ptr(),
+            out_stride: p.out.stride,
+            bias: p.bias.map_or(std::ptr::null(), |b| b.data.as_ptr()),
+            add: p.add,
+        }
+    }
 }
 
 /// What the ops of a backend share.
@@ -90,61 +135,142 @@ pub(crate) fn linear<'a>(
     if x.rows == 0 {
         return Ok(());
     }
-    let mut input =
-        Input { x: x.data.as_ptr(), stride: x.stride, rows: x.rows, acts: std::ptr::null() };
+    let mut acts = std::ptr::null();
     if quantised && cx.precision == Precision::Fast {
-        input.acts = quantise(cx, x)?;
+        acts = quantise(cx, x, None)?;
     }
-    let mut jobs: [Option<Job>; MOST_JOBS] = [None; MOST_JOBS];
-    let mut count = 0;
-    for p in products {
-        jobs[count] = Some(Job {
-            weight: p.weight.data.as_ptr(),
-            layout: p.weight.layout,
-            panels: p.weight.panels(),
-            out: p.out.data.as_mut_ptr(),
-            out_stride: p.out.stride,
-            bias: p.bias.map_or(std::ptr::null(), |b| b.data.as_ptr()),
-        });
-        count += 1;
-        if count == MOST_JOBS {
-            run_jobs(cx, input, x.cols, &jobs[..count]);
-            count = 0;
-        }
-    }
-    run_jobs(cx, input, x.cols, &jobs[..count]);
+    multiply(cx, Input::of(x, acts), x.cols, products);
     Ok(())
 }
 
-/// Quantises all rows into the context's scratch, tile by tile.
-fn quantise(cx: &mut Context<'_>, x: &CpuTensor) -> Result<*const ActBlock, BackendError> {
+/// [`linear`] over rows that are there in the forms that the weights need, of `cols` columns.
+pub(crate) fn multiply<'a>(
+    cx: &mut Context<'_>,
+    input: Input,
+    cols: usize,
+    products: impl Iterator<Item = Product<'a>>,
+) {
+    let mut jobs: [Option<Job>; MOST_JOBS] = [None; MOST_JOBS];
+    let mut count = 0;
+    for p in products {
+        jobs[count] = Some(Job::of(p));
+        count += 1;
+        if count == MOST_JOBS {
+            run_jobs(cx, input, cols, &jobs[..count]);
+            count = 0;
+        }
+    }
+    run_jobs(cx, input, cols, &jobs[..count]);
+}
+
+/// Quantises all rows, or their norms, into the context's scratch, tile by tile.
+pub(crate) fn quantise(
+    cx: &mut Context<'_>,
+    x: &CpuTensor,
+    norm: RowNorm<'_>,
+) -> Result<*const ActBlock, BackendError> {
     let blocks = x.cols / 32;
     cx.acts.ensure(x.rows * blocks, "quantised activations")?;
     let (path, out) = (cx.path, Shared(cx.acts.as_mut_ptr()));
-    let tiles = x.rows / TILE + (x.rows % TILE).count_ones() as usize;
-    let one_tile = |tile: usize| {
-        let mut first = tile.min(x.rows / TILE) * TILE;
-        for _ in x.rows / TILE..tile {
-            first += tile_width(x.rows - first);
-        }
+    let one_tile = |index: usize| {
+        let (first, width) = tile(index, x.rows);
         let kernel = Quantise {
             // SAFETY: row `first` is one of the tensor's rows.
             x: unsafe { x.data.as_ptr().add(first * x.stride) },
             stride: x.stride,
             blocks,
-            width: tile_width(x.rows - first),
+            width,
             // SAFETY: the scratch has room for `rows * blocks`; tiles are disjoint.
             out: unsafe { out.at(first * blocks) },
+            norm,
         };
         // SAFETY: the path was checked; the kernel stays within its tile of both buffers.
         unsafe { dispatch(path, kernel) }
     };
     if x.rows * x.cols < INLINE_QUANTISED {
-        (0..tiles).for_each(one_tile);
+        (0..tile_count(x.rows)).for_each(one_tile);
     } else {
-        cx.pool.run(tiles, &one_tile);
+        cx.pool.run(tile_count(x.rows), &one_tile);
     }
     Ok(cx.acts.as_ptr())
+}
+
+/// `activation(gate) * up` of quantised rows of `cols` columns, quantised into `out`: block `b` of a
+/// row are columns `32 b ..` of it. The tensors of both products are scratch; both weights are
+/// quantised and have as many rows, a multiple of 32.
+pub(crate) fn gate_up(
+    cx: &mut Context<'_>,
+    input: Input,
+    cols: usize,
+    [gate, up]: [Product<'_>; 2],
+    activation: Activation,
+    out: &mut Buf<ActBlock>,
+) -> Result<(), BackendError> {
+    let (blocks, all) = (cols / 32, gate.out.cols / 32);
+    out.ensure(input.rows * all, "quantised activations")?;
+    let group = all.div_ceil(cx.pool.threads() * 8).clamp(1, 8);
+    let tasks = all.div_ceil(group);
+    let work = 2 * all * 32 * cols * input.rows;
+    let (path, precision) = (cx.path, cx.precision);
+    let tiles = cx.tiles.filter(|_| input.rows >= TILE_ROWS);
+    let shared = SharedJobs { input, jobs: [Job::of(gate), Job::of(up)], out: out.as_mut_ptr() };
+    let task = |index: usize| {
+        let SharedJobs { input, jobs, out } = shared.get();
+        let part = index * group..all.min((index + 1) * group);
+        // Weights of up lie elsewhere than those of gate, which the processor does not foresee.
+        let ahead = jobs[1].weight.wrapping_add(2 * part.start * jobs[1].layout.panel);
+        (0..16).for_each(|line| prefetch(ahead.wrapping_add(line * 64)));
+        for start in (0..input.rows).step_by(ROW_CHUNK) {
+            let rows = ROW_CHUNK.min(input.rows - start);
+            let chunk = input.part(start, rows, blocks);
+            // The columns of this task side by side, over those of the chunk before: so they stay in
+            // this core's cache.
+            let (first, stride) = (part.start * 32 * ROW_CHUNK.min(input.rows), part.len() * 32);
+            let [gate, up] = jobs.map(|job| {
+                let room = job.out.wrapping_add(first);
+                let out = room.wrapping_sub(part.start * 32);
+                let job = Job { out, out_stride: stride, ..job };
+                run_panels((path, precision, tiles), job, chunk, 2 * part.start..2 * part.end);
+                room
+            });
+            let kernel = GateQuantise {
+                gate,
+                up,
+                stride,
+                rows,
+                activation,
+                blocks: part.clone(),
+                all,
+                out: out.wrapping_add(start * all),
+            };
+            // SAFETY: the path was checked; this task alone uses this room of the tensors, which have
+            // at least `rows * all * 32` floats, and these of the `rows * all` blocks.
+            unsafe { dispatch(path, kernel) };
+        }
+    };
+    if work < INLINE_WORK {
+        (0..tasks).for_each(task)
+    } else {
+        cx.pool.run(tasks, &task)
+    }
+    Ok(())
+}
+
+/// What the tasks of [`gate_up`] share.
+#[derive(Clone, Copy)]
+struct SharedJobs {
+    input: Input,
+    jobs: [Job; 2],
+    out: *mut ActBlock,
+}
+
+// SAFETY: tasks read the input and the weights, and write disjoint columns and blocks.
+unsafe impl Sync for SharedJobs {}
+
+impl SharedJobs {
+    fn get(&self) -> Self {
+        *self
+    }
 }
 
 #[derive(Clone, Copy)]
@@ -199,57 +325,61 @@ impl Plan<'_> {
             }
             let first = index * self.group;
             let panels = first..job.panels.min(first + self.group);
-            let (job, input) = (*job, self.input);
-            macro_rules! run {
-                ($kernel:ident<$f:ty>) => {{
-                    let form = PhantomData::<$f>;
-                    // SAFETY: the path was checked, and shapes by the caller of `linear`.
-                    unsafe { dispatch(path, $kernel { job, input, panels, form }) }
-                }};
-            }
-            macro_rules! quantised {
-                ($f:ident) => {
-                    match (precision, self.tiles.filter(|_| whole_blocks::<format::$f>())) {
-                        #[cfg(target_arch = "x86_64")]
-                        (Precision::Fast, Some(Unit::Amx)) => {
-                            let form = PhantomData::<(format::$f, crate::tiles::amx::Amx)>;
-                            // SAFETY: as above; where there is AMX there is AVX-512, and both were
-                            // found when the backend was made.
-                            unsafe { dispatch_wide(TileFast { job, input, panels, form }) }
-                        }
-                        #[cfg(test)]
-                        (Precision::Fast, Some(Unit::Soft)) => {
-                            let form = PhantomData::<(format::$f, crate::tiles::Soft)>;
-                            let kernel = TileFast { job, input, panels, form };
-                            // SAFETY: as above. Two kinds of lanes will do.
-                            unsafe {
-                                match path {
-                                    #[cfg(target_arch = "x86_64")]
-                                    Path::Avx512 => dispatch_wide(kernel),
-                                    _ => kernel.run::<crate::lanes::Scalar>(),
-                                }
-                            }
-                        }
-                        (Precision::Fast, _) => run!(Fast<format::$f>),
-                        (Precision::Exact, _) => run!(Exact<format::$f>),
-                    }
-                };
-            }
-            match job.layout.form {
-                Form::Q4_0 => quantised!(Q4_0),
-                Form::Q4_1 => quantised!(Q4_1),
-                Form::Q4K => quantised!(Q4K),
-                Form::Q8_0 => quantised!(Q8_0),
-                Form::Q5_0 => quantised!(Q5_0),
-                Form::Q5_1 => quantised!(Q5_1),
-                Form::Q5K => quantised!(Q5K),
-                Form::Q6K => quantised!(Q6K),
-                Form::F32 => run!(Float<F32>),
-                Form::F16 => run!(Float<F16>),
-                Form::BF16 => run!(Float<BF16>),
-            }
-            return;
+            return run_panels((path, precision, self.tiles), *job, self.input, panels);
         }
+    }
+}
+
+/// Runs the kernel of the job's form over some of its panels.
+fn run_panels(how: (Path, Precision, Option<Unit>), job: Job, input: Input, panels: Panels) {
+    let (path, precision, tiles) = how;
+    macro_rules! run {
+        ($kernel:ident<$f:ty>) => {{
+            let form = PhantomData::<$f>;
+            // SAFETY: the path was checked, and shapes by the caller of `linear`.
+            unsafe { dispatch(path, $kernel { job, input, panels, form }) }
+        }};
+    }
+    macro_rules! quantised {
+        ($f:ident) => {
+            match (precision, tiles.filter(|_| whole_blocks::<format::$f>())) {
+                #[cfg(target_arch = "x86_64")]
+                (Precision::Fast, Some(Unit::Amx)) => {
+                    let form = PhantomData::<(format::$f, crate::tiles::amx::Amx)>;
+                    // SAFETY: as above; where there is AMX there is AVX-512, and both were found
+                    // when the backend was made.
+                    unsafe { dispatch_wide(TileFast { job, input, panels, form }) }
+                }
+                #[cfg(test)]
+                (Precision::Fast, Some(Unit::Soft)) => {
+                    let form = PhantomData::<(format::$f, crate::tiles::Soft)>;
+                    let kernel = TileFast { job, input, panels, form };
+                    // SAFETY: as above. Two kinds of lanes will do.
+                    unsafe {
+                        match path {
+                            #[cfg(target_arch = "x86_64")]
+                            Path::Avx512 => dispatch_wide(kernel),
+                            _ => kernel.run::<crate::lanes::Scalar>(),
+                        }
+                    }
+                }
+                (Precision::Fast, _) => run!(Fast<format::$f>),
+                (Precision::Exact, _) => run!(Exact<format::$f>),
+            }
+        };
+    }
+    match job.layout.form {
+        Form::Q4_0 => quantised!(Q4_0),
+        Form::Q4_1 => quantised!(Q4_1),
+        Form::Q4K => quantised!(Q4K),
+        Form::Q8_0 => quantised!(Q8_0),
+        Form::Q5_0 => quantised!(Q5_0),
+        Form::Q5_1 => quantised!(Q5_1),
+        Form::Q5K => quantised!(Q5K),
+        Form::Q6K => quantised!(Q6K),
+        Form::F32 => run!(Float<F32>),
+        Form::F16 => run!(Float<F16>),
+        Form::BF16 => run!(Float<BF16>),
     }
 }
 
@@ -307,7 +437,7 @@ panel_kernel! {
     Float<Element>, float_tile, [8, 4, 1]
 }
 
-/// Adds the bias and stores the rows of a finished tile.
+/// Adds the bias, and what is there where that is asked, and stores the rows of a finished tile.
 ///
 /// # Safety
 /// As the kernels; rows `row..row + T` and panel `panel` exist.
@@ -324,7 +454,11 @@ pub(crate) unsafe fn finish<L: Lanes, const T: usize>(
             if !job.bias.is_null() {
                 v = v.add(L::load(job.bias.add(panel * LANES)));
             }
-            v.store(job.out.add((row + t) * job.out_stride + panel * LANES));
+            let out = job.out.add((row + t) * job.out_stride + panel * LANES);
+            if job.add {
+                v = L::load(out).add(v);
+            }
+            v.store(out);
         }
     }
 }
@@ -408,7 +542,16 @@ pub(crate) unsafe fn fast_tile<L: Lanes, F: Format, const T: usize>(
     unsafe {
         let base = job.weight.add(panel * l.panel);
         let mut acts = input.acts.add(row * l.blocks);
+        // The first tile of a chunk asks for the next panel, which comes behind this one.
+        let ahead = if row.is_multiple_of(ROW_CHUNK) { l.panel } else { 0 };
         for b in 0..l.blocks {
+            if T > 1 {
+                let bytes = F::CODE_BYTES + F::SCALE_BYTES;
+                let next = base.wrapping_add(ahead + l.first + b * bytes);
+                for line in 0..bytes.div_ceil(64) {
+                    prefetch(next.wrapping_add(line * 64));
+                }
+            }
             let w = codes::<L, F>(base.add(l.place::<F>(b).codes));
             let (scale, min) = scale_min::<L, F>(l, base, b);
             for t in 0..T {

@@ -23,13 +23,7 @@ impl Kernel for RmsNorm<'_> {
             // SAFETY: all offsets are below `segments * n`.
             unsafe {
                 let (x, out) = (self.x.add(s * n), self.out.add(s * n));
-                let mut sums = L::splat(0.0);
-                for e in (0..n).step_by(LANES) {
-                    let v = load_part::<L>(x.add(e), LANES.min(n - e));
-                    sums = v.fma(v, sums);
-                }
-                let mean = sums.sum() / n as f32;
-                let factor = L::splat(1.0 / (mean + self.eps).sqrt());
+                let factor = L::splat(norm_factor::<L>(x, n, self.eps));
                 for e in (0..n).step_by(LANES) {
                     let part = LANES.min(n - e);
                     let v = load_part::<L>(x.add(e), part).mul(factor);
@@ -39,6 +33,21 @@ impl Kernel for RmsNorm<'_> {
             }
         }
     }
+}
+
+/// What a root mean square norm multiplies the `n` elements of `x` with, before the weight.
+///
+/// # Safety
+/// `x` points to `n` readable floats.
+#[inline(always)]
+pub(crate) unsafe fn norm_factor<L: Lanes>(x: *const f32, n: usize, eps: f32) -> f32 {
+    let mut sums = L::splat(0.0);
+    for e in (0..n).step_by(LANES) {
+        // SAFETY: within the `n` floats.
+        let v = unsafe { load_part::<L>(x.add(e), LANES.min(n - e)) };
+        sums = v.fma(v, sums);
+    }
+    1.0 / (sums.sum() / n as f32 + eps).sqrt()
 }
 
 /// `x += delta * factor` with `factor` 1, else fused: `x = fma(factor, delta, x)`.
@@ -84,14 +93,19 @@ impl Kernel for Gated {
             // SAFETY: within the bounds promised above.
             unsafe {
                 let gate = self.gate.add(v * LANES);
-                let x = L::load(gate);
-                let y = match self.activation {
-                    Activation::Silu => silu(x),
-                    Activation::GeluTanh => gelu_tanh(x),
-                };
-                y.mul(L::load(self.up.add(v * LANES))).store(gate);
+                activate(L::load(gate), self.activation)
+                    .mul(L::load(self.up.add(v * LANES)))
+                    .store(gate);
             }
         }
+    }
+}
+
+#[inline(always)]
+pub(crate) fn activate<L: Lanes>(x: L, activation: Activation) -> L {
+    match activation {
+        Activation::Silu => silu(x),
+        Activation::GeluTanh => gelu_tanh(x),
     }
 }
 

@@ -152,7 +152,8 @@ proptest! {
             let chosen = &order[..top_k];
             let prob = |i: usize| (logits[i] as f64).exp() / total;
             let norm = if normalise { chosen.iter().map(|i| prob(*i)).sum() } else { 1.0 };
-            let mut want = vec![0.0f64; hidden];
+            // Beside the sum, the sum of magnitudes: what roundings are relative to.
+            let mut want = vec![(0.0f64, 0.0f64); hidden];
             for i in chosen {
                 let x = &x[row * hidden..][..hidden];
                 let g = linear(&b, &gate[*i], &Part::all(&gate[*i]), x);
@@ -160,12 +161,13 @@ proptest! {
                 let (mut g, u) = (upload(&b, inner, &g), upload(&b, inner, &u));
                 b.gated(&mut g, &u, activation).unwrap();
                 let y = linear(&b, &down[*i], &Part::all(&down[*i]), &download(&b, &g));
-                for (w, y) in want.iter_mut().zip(y) {
-                    *w += prob(*i) / norm * y as f64;
+                for ((w, size), y) in want.iter_mut().zip(y) {
+                    let term = prob(*i) / norm * y as f64;
+                    (*w, *size) = (*w + term, *size + term.abs());
                 }
             }
-            for (g, w) in got[row * hidden..][..hidden].iter().zip(&want) {
-                prop_assert!((*g as f64 - w).abs() < 1e-5 * w.abs().max(1.0), "{g} {w}");
+            for (g, (w, size)) in got[row * hidden..][..hidden].iter().zip(&want) {
+                prop_assert!((*g as f64 - w).abs() < 1e-5 * size.max(1.0), "{g} {w}");
             }
         }
     }
@@ -255,6 +257,22 @@ fn wrong_shapes_are_refused() {
         activation: Activation::Silu,
     };
     shape(b.experts(&x, &narrow, &e, &mut wide));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(40))]
+
+    #[test]
+    fn fused_ops_are_the_ops_they_are_made_of(seed in any::<u64>()) {
+        for path in paths() {
+            for (precision, threads) in
+                [(Precision::Fast, 1), (Precision::Fast, 3), (Precision::Exact, 2)]
+            {
+                let b = backend(path, precision, threads);
+                dunlin_suite::layer::fused_is_composed(&b, &mut Random::new(seed));
+            }
+        }
+    }
 }
 
 #[test]

@@ -6,6 +6,7 @@
 
 pub mod attention;
 pub mod faults;
+pub mod layer;
 pub mod ops;
 pub mod random;
 pub mod roofline;

@@ -208,3 +208,28 @@ pub(crate) unsafe fn store_part<L: Lanes>(v: L, p: *mut f32, n: usize) {
         std::ptr::copy_nonoverlapping(tmp.as_ptr(), p, n);
     }
 }
+
+/// Asks for the cache line of `p`, which need not be readable. A hint: it changes no result.
+#[inline(always)]
+pub(crate) fn prefetch(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which faults for no address.
+    unsafe {
+        std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(p.cast())
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
+
+/// Asks for the cache line of `p` to write to: lines that another core read last are fetched all at
+/// once then, not one after the other as they are stored to.
+#[inline(always)]
+pub(crate) fn prefetch_write(p: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint, which faults for no address; processors without it take it for no operation.
+    unsafe {
+        std::arch::asm!("prefetchw [{}]", in(reg) p, options(nostack, preserves_flags, readonly))
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
+}
