@@ -16,6 +16,7 @@
 mod activations;
 mod attention;
 mod backend;
+mod bind;
 mod element;
 mod experts;
 mod fused;

@@ -6,6 +6,7 @@
 //! not waited for. A panic in a task reaches the caller after all threads have left the job.
 
 use crate::CpuError;
+use crate::bind::Processors;
 use std::any::Any;
 use std::cell::UnsafeCell;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
@@ -39,6 +40,7 @@ struct Shared {
     sleepers: AtomicUsize,
     sleep: Mutex<()>,
     wake: Condvar,
+    processors: Option<Processors>,
 }
 
 #[derive(Clone, Copy)]
@@ -71,6 +73,7 @@ impl Pool {
             sleepers: AtomicUsize::new(0),
             sleep: Mutex::new(()),
             wake: Condvar::new(),
+            processors: Processors::of(threads),
         });
         let mut pool = Pool { shared, workers: Vec::with_capacity(threads - 1), generation: 0 };
         for index in 1..threads {
@@ -107,6 +110,9 @@ impl Pool {
         self.generation += 1;
         s.gate.store(self.generation << 16 | OPEN, Ordering::SeqCst);
         if s.sleepers.load(Ordering::SeqCst) > 0 {
+            if let Some(processors) = &s.processors {
+                processors.send(&self.workers);
+            }
             drop(s.sleep.lock().unwrap_or_else(PoisonError::into_inner));
             s.wake.notify_all();
         }
@@ -173,6 +179,10 @@ impl Shared {
             guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
         };
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        drop(guard);
+        if let Some(processors) = &self.processors {
+            processors.release();
+        }
         entered
     }
 
@@ -208,7 +218,7 @@ impl Shared {
         let mut spins = 0u32;
         while self.gate.load(Ordering::Acquire) & INSIDE != 0 {
             spins += 1;
-            if spins < 10_000 {
+            if spins < 2_000 {
                 std::hint::spin_loop();
             } else {
                 // A worker was descheduled inside a task: let it have the processor.
