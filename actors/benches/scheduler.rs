@@ -33,11 +33,12 @@ impl Replica {
             step_tokens: 2048,
             chunk_tokens: 2048,
             max_running: sequences,
+            overlap: false,
             ..Default::default()
         };
         Self {
             kv: Kv::new(config).unwrap(),
-            scheduler: Scheduler::new(EPOCH, limits.limits((1, 2), 1 << 20, 1 << 20)),
+            scheduler: Scheduler::new(EPOCH, limits.limits(1, 1 << 20, 1 << 20)),
             now: Duration::ZERO,
             step: 0,
             batch: Batch::default(),

@@ -427,14 +427,21 @@ pub struct ShardProtocol;
 pub enum ShardCast {
     /// Steps of one epoch run in the order of `step`, which rises by one. `claims[i]` is the hash
     /// of the tokens that sequence `i`'s blocks hold below its position. The sequences at `drawn`
-    /// have one token, which is the one that the step before draws for the same request: the step
-    /// was planned before that was known. Only a replica's sole shard is sent such a step.
-    Run { epoch: ReplicaEpoch, step: u64, batch: Batch, claims: Vec<u64>, drawn: Vec<u32> },
+    /// have one token, which an earlier step draws for the same request: the step was planned
+    /// before that was known.
+    Run { epoch: ReplicaEpoch, step: u64, batch: Batch, claims: Vec<u64>, drawn: Vec<Place> },
+}
+
+/// Sequence `seq` of a batch waits for the token that `step` draws for it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Place {
+    pub seq: u32,
+    pub step: u64,
 }
 
 impl Protocol for ShardProtocol {
     const NAME: &'static str = "shard";
-    const VERSION: u16 = 3;
+    const VERSION: u16 = 4;
     type Cast = ShardCast;
     type Call = ();
     type Reply = ();

@@ -16,7 +16,10 @@ use crate::transport::{BoxFuture, CloseCode, CloseReason, LaneClass, Link, LinkE
 use bytes::Bytes;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::mpsc;
@@ -276,6 +279,16 @@ impl FlowReceiver {
                 }
             }
         }
+    }
+
+    /// What is there already; `None`: nothing yet.
+    pub async fn try_recv(&mut self) -> Option<Result<FlowFrame, FlowError>> {
+        let mut next = pin!(self.recv());
+        poll_fn(|cx| match next.as_mut().poll(cx) {
+            Poll::Ready(result) => Poll::Ready(Some(result)),
+            Poll::Pending => Poll::Ready(None),
+        })
+        .await
     }
 
     /// [`Self::recv`] for device threads, bounded in time; panics on a tokio worker thread.

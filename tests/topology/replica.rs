@@ -1,8 +1,11 @@
 //! A replica without actors: scheduler, KV block manager, and one engine a stage, run in turn.
 
 use dunlin_actors::kv::{Kv, KvConfig};
-use dunlin_actors::messages::{Attempt, LoadReport, ReplicaEpoch, RequestId, SchedulerEvent, Work};
+use dunlin_actors::messages::{
+    Attempt, LoadReport, Place, ReplicaEpoch, RequestId, SchedulerEvent, Work,
+};
 use dunlin_actors::scheduler::{Input, Output, Scheduler, SchedulerConfig};
+use dunlin_actors::shard::Drawn;
 use dunlin_backend::Backend;
 use dunlin_cpu::{CpuBackend, CpuOptions, Precision};
 use dunlin_model::engine::{Alone, Batch, Engine, Sampled, StageOutput, StageSpec};
@@ -103,8 +106,9 @@ impl<B: Backend> Models<B> {
         };
         Replica {
             engines: engines.collect(),
-            scheduler: Scheduler::new(EPOCH, config.limits((setup.stages, 2), 512, context)),
+            scheduler: Scheduler::new(EPOCH, config.limits(setup.stages, 512, context)),
             kv: Kv::new(kv).expect("a pool"),
+            drawn: Drawn::default(),
             now: Duration::ZERO,
         }
     }
@@ -131,6 +135,7 @@ pub struct Replica<B: Backend> {
     engines: Vec<TransformerEngine<B>>,
     scheduler: Scheduler,
     kv: Kv,
+    drawn: Drawn,
     now: Duration,
 }
 
@@ -144,8 +149,10 @@ impl<B: Backend> Replica<B> {
             let input = Input::Submit { epoch: EPOCH, work: Box::new(work) };
             open -= self.feed(input, &mut steps, &mut texts);
         }
-        while let Some((step, batch)) = steps.pop_front() {
+        while let Some((step, mut batch, places)) = steps.pop_front() {
+            self.drawn.fill(&mut batch, &places).expect("drawn by then");
             let sampled = self.step(&batch);
+            self.drawn.keep(step, &sampled);
             let done = Input::StepDone { epoch: EPOCH, step, sampled, micros: 1 };
             open -= self.feed(done, &mut steps, &mut texts);
         }
@@ -162,14 +169,14 @@ impl<B: Backend> Replica<B> {
     fn feed(
         &mut self,
         input: Input,
-        steps: &mut VecDeque<(u64, Batch)>,
+        steps: &mut VecDeque<(u64, Batch, Vec<Place>)>,
         texts: &mut BTreeMap<u64, Text>,
     ) -> usize {
         self.now += Duration::from_millis(1);
         let mut ended = 0;
         for output in self.scheduler.handle(&mut self.kv, self.now, input) {
             match output {
-                Output::Run { step, batch, .. } => steps.push_back((step, batch)),
+                Output::Run { step, batch, drawn, .. } => steps.push_back((step, batch, drawn)),
                 Output::Event(SchedulerEvent::Tokens {
                     request, position, ids, logprobs, ..
                 }) => {

@@ -90,8 +90,8 @@ impl Actor for SchedulerActor {
     ) -> Result<State, ActorProcessingErr> {
         let batch_tokens = args.plan.shards.iter().map(|place| place.spec.max_tokens).min();
         let context = u32::try_from(args.context).unwrap_or(u32::MAX);
-        let shape = (args.plan.stages, args.plan.shards.len());
-        let limits = args.config.limits(shape, batch_tokens.unwrap_or(1), context);
+        let stages = args.plan.stages;
+        let limits = args.config.limits(stages, batch_tokens.unwrap_or(1), context);
         let inbox = myself.clone();
         let export =
             args.node.export::<SchedulerProtocol>(ROLE, &args.plan.replica, move |inbound| {

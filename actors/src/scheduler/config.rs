@@ -15,8 +15,7 @@ pub struct SchedulerConfig {
     pub prefix_cache: bool,
     /// Batches in flight at a time; `None`: one for each pipeline stage.
     pub in_flight: Option<usize>,
-    /// On a replica of one shard, plan the next step while this one runs: see
-    /// [`Limits::overlap`].
+    /// Plan the next step while this one runs: see [`Limits::overlap`].
     pub overlap: bool,
     /// Where sequences decode, prompt chunks shrink so that a step takes about this long: a bound
     /// on the time between tokens. `None`: `step_stretch` bounds it.
@@ -65,9 +64,8 @@ pub struct Limits {
     pub prefix_cache: bool,
     /// Batches that decoding sequences are shared among, each in a step of its own.
     pub in_flight: usize,
-    /// One step more is planned while the last one runs: whoever draws a token there is put into
-    /// it with a place for that token, which the shard fills in. Only where the shard that draws
-    /// is also the one that embeds.
+    /// One step more is planned than there are batches: whoever draws a token in a step in flight
+    /// is put into it with a place for that token, which the shards fill in.
     pub overlap: bool,
     pub step_target: Option<Duration>,
     /// A step with chunks of one prompt takes at most so many times as long as one that only
@@ -88,21 +86,15 @@ impl Limits {
 }
 
 impl SchedulerConfig {
-    /// For a replica of so many stages and shards. `batch_tokens`: what the shards' workspaces
-    /// hold.
-    pub fn limits(
-        &self,
-        (stages, shards): (usize, usize),
-        batch_tokens: usize,
-        context_tokens: u32,
-    ) -> Limits {
+    /// For a replica of so many stages. `batch_tokens`: what the shards' workspaces hold.
+    pub fn limits(&self, stages: usize, batch_tokens: usize, context_tokens: u32) -> Limits {
         Limits {
             step_tokens: self.step_tokens.min(batch_tokens).max(1),
             chunk_tokens: self.chunk_tokens.max(1),
             prefix_cache: self.prefix_cache,
             max_running: self.max_running.max(1),
             in_flight: self.in_flight.unwrap_or(stages).max(1),
-            overlap: self.overlap && shards == 1,
+            overlap: self.overlap,
             step_target: self.step_target,
             step_stretch: self.step_stretch,
             batching: self.batching,

@@ -7,7 +7,8 @@ use super::plan::Step;
 use super::sequence::{Claim, Echo, Phase, Queue, Run, Sequence, Slot};
 use crate::kv::{Kv, KvError};
 use crate::messages::{
-    Attempt, FailureCode, FinishReason, LoadReport, ReplicaEpoch, RequestId, SchedulerEvent, Work,
+    Attempt, FailureCode, FinishReason, LoadReport, Place, ReplicaEpoch, RequestId, SchedulerEvent,
+    Work,
 };
 use dunlin_model::engine::{Batch, SampleFailure, Sampled};
 use dunlin_runtime::mutated;
@@ -47,8 +48,8 @@ pub enum Input {
 pub enum Output {
     /// For every shard of the replica. Steps rise by one, from 1. `claims[i]` names the tokens
     /// below sequence `i`'s position (see [`super::sequence::Claim`]). `drawn` lists the sequences
-    /// whose token is the one that the step before draws for them; what stands there is no token.
-    Run { step: u64, batch: Batch, claims: Vec<u64>, drawn: Vec<u32> },
+    /// whose token is one that a step in flight draws for them; what stands there is no token.
+    Run { step: u64, batch: Batch, claims: Vec<u64>, drawn: Vec<Place> },
     /// For the router.
     Event(SchedulerEvent),
     /// A shard reported that a step failed. Nothing more is planned; the shard has told placement.

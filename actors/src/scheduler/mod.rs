@@ -11,8 +11,8 @@
 //! - Positions of a request are reported 0, 1, 2, ...; nothing is reported twice, whatever was
 //!   preempted in between.
 //! - At most [`Limits::steps`] steps are out. A sequence is in two of them only with consecutive
-//!   chunks of tokens that are known already, or, with overlap, with the one token that the step
-//!   before draws; stages run steps in order.
+//!   chunks of tokens that are known already, or, with overlap, with the one token that the last
+//!   of these draws; stages run steps in order.
 //! - Blocks that a step in flight was sent are released only when that step is done.
 //! - **Progress**: if nothing is in flight and something waits or runs, a step is planned, or a
 //!   request fails, at once. What can never fit is refused at the door (`feasible`).

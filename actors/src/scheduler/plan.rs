@@ -5,8 +5,8 @@
 //! waiting requests, preempted ones first and the others by [`super::fairness`]. With several
 //! batches in flight each takes its share of the decoding sequences, so that all stages have work.
 //!
-//! With overlap the step after the newest one in flight is planned as well: every sequence that
-//! draws a token there is taken to go on with it, and its place is left open. If it ends instead
+//! With overlap one step more is planned: every sequence that draws a token in a step in flight is
+//! taken to go on with it, and its place is left open. If it ends instead
 //! (a stop token, a cancel, a failure), what that one step computes of it is dropped when it is
 //! done. Such a place never takes blocks from another sequence: it may not be needed.
 //!
@@ -25,7 +25,7 @@ use super::config::Batching;
 use super::core::{Measure, Output, Scheduler};
 use super::sequence::{Phase, Queue, Run, Sequence, Slot};
 use crate::kv::{Copies, Kv, KvError, TableId};
-use crate::messages::FailureCode;
+use crate::messages::{FailureCode, Place};
 use dunlin_model::engine::{Batch, BatchSeq};
 use std::time::Duration;
 
@@ -67,7 +67,7 @@ struct Plan {
     parts: Vec<Part>,
     seqs: Vec<BatchSeq>,
     claims: Vec<u64>,
-    drawn: Vec<u32>,
+    drawn: Vec<Place>,
     prefill_tokens: usize,
     decode_tokens: usize,
     /// Somebody lacked blocks: admit nobody.
@@ -282,13 +282,13 @@ impl Scheduler {
             || self.guesses(slot)
     }
 
-    /// Whether the next step may compute the token that the newest step in flight draws for this
-    /// sequence: it draws one there, and may draw another after it.
+    /// Whether the next step may compute the token that a step in flight draws for this sequence:
+    /// it draws one in the last step that it is in, and may draw another after it.
     fn guesses(&self, slot: Slot) -> bool {
-        let newest = self.steps.back().filter(|_| self.limits.overlap);
-        let (Some(step), Some(seq)) = (newest, self.seqs[slot].as_ref()) else { return false };
+        let seq = self.seqs[slot].as_ref().filter(|_| self.limits.overlap);
+        let Some(seq) = seq else { return false };
         let Phase::Running(run) = seq.phase else { return false };
-        let draws = run.last_step == step.number && run.planned == seq.known();
+        let draws = run.in_flight > 0 && run.planned == seq.known();
         draws && seq.known() + 1 < seq.limit && seq.echo.is_none() && !seq.suspect
     }
 
@@ -394,8 +394,8 @@ impl Scheduler {
         self.running.push(slot);
     }
 
-    /// Puts the sequence's next `count` tokens into the plan, known ones or the one that the newest
-    /// step draws. There is room for them.
+    /// Puts the sequence's next `count` tokens into the plan, known ones or the one that the last
+    /// step it is in draws. There is room for them.
     fn schedule(
         &mut self,
         kv: &mut Kv,
@@ -408,6 +408,7 @@ impl Scheduler {
         let Some(run) = seq.running() else { return Ok(()) };
         let (table, from, upto) = (run.table, run.planned, run.planned + count);
         kv.extend(table, upto)?;
+        let draws_in = run.last_step;
         run.planned = upto;
         run.in_flight += 1;
         run.last_step = number;
@@ -418,7 +419,8 @@ impl Scheduler {
         let mut tokens = seq.tokens[from as usize..(upto - u32::from(coming)) as usize].to_vec();
         if coming {
             tokens.push(0);
-            plan.drawn.push(u32::try_from(plan.seqs.len()).unwrap_or(u32::MAX));
+            let seq = u32::try_from(plan.seqs.len()).unwrap_or(u32::MAX);
+            plan.drawn.push(Place { seq, step: draws_in });
         }
         plan.parts.push(Part { slot, upto, answers });
         plan.claims.push(seq.claim.at(&seq.tokens, from));

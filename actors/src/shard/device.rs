@@ -1,11 +1,11 @@
 //! The device thread: runs batches in order and turns panics into failures. In simulations a task
 //! takes its place (see `inline.rs`).
 
-use super::drawn::Drawn;
+use super::feedback::Feedback;
 use super::flows::Wires;
 use super::inline;
 use crate::engines::Compute;
-use crate::messages::RequestId;
+use crate::messages::{Place, RequestId};
 use dunlin_model::engine::{Batch, Engine, EngineError, SampleFailure, Sampled, StageOutput};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -20,7 +20,7 @@ pub struct Job {
     /// See [`Engine::begin`].
     pub claims: Vec<u64>,
     /// See [`crate::messages::ShardCast::Run`].
-    pub drawn: Vec<u32>,
+    pub drawn: Vec<Place>,
 }
 
 /// How a step ended.
@@ -56,20 +56,20 @@ impl Device {
     pub fn start(
         name: String,
         engine: Box<dyn Engine>,
-        wires: Wires,
+        (wires, feedback): (Wires, Feedback),
         (compute, scrub): (Compute, Scrub),
         report: impl Fn(Outcome) + Send + 'static,
     ) -> std::io::Result<Self> {
         if let Compute::Inline { step_cost, token_cost } = compute {
             let (jobs, queue) = unbounded_channel();
             let costs = (step_cost, token_cost);
-            tokio::spawn(inline::serve(engine, wires, queue, (costs, scrub), report));
+            tokio::spawn(inline::serve(engine, (wires, feedback), queue, (costs, scrub), report));
             return Ok(Self { jobs: Jobs::Task(jobs) });
         }
         let (jobs, queue) = channel();
         std::thread::Builder::new()
             .name(format!("shard {name}"))
-            .spawn(move || serve(engine, wires, queue, scrub, report))?;
+            .spawn(move || serve(engine, (wires, feedback), queue, scrub, report))?;
         Ok(Self { jobs: Jobs::Thread(jobs) })
     }
 
@@ -90,19 +90,21 @@ impl Device {
 
 fn serve(
     mut engine: Box<dyn Engine>,
-    mut wires: Wires,
+    (mut wires, mut feedback): (Wires, Feedback),
     queue: Receiver<Job>,
     mut scrub: Scrub,
     report: impl Fn(Outcome),
 ) {
-    let mut drawn = Drawn::default();
     while let Ok(mut job) = queue.recv() {
         let begun = Instant::now();
-        let filled = drawn.fill(&mut job.batch, &job.drawn).map_err(Failure::peer);
-        let run = || filled.and_then(|()| step(engine.as_mut(), &mut wires, &job, &mut scrub));
+        let run = || -> Result<Vec<Sampled>, Failure> {
+            feedback.blocking_fill(&mut job.batch, &job.drawn).map_err(Failure::peer)?;
+            let sampled = step(engine.as_mut(), &mut wires, &job, &mut scrub)?;
+            feedback.blocking_keep(job.step, &sampled).map_err(Failure::peer)?;
+            Ok(sampled)
+        };
         let failure = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(sampled)) => {
-                drawn.keep(&sampled);
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
                 report(Outcome::Done { step: job.step, sampled, micros });
                 continue;

@@ -5,6 +5,7 @@
 //! that disagrees is a typed failure at once, never a hang and never a wrong sum. Payloads are
 //! little-endian float32.
 
+use super::feedback::source;
 use crate::facts;
 use crate::messages::ReplicaPlan;
 use bytes::{Bytes, BytesMut};
@@ -41,15 +42,17 @@ pub struct Doing {
     from: String,
     to: String,
     peers: String,
+    draws: String,
 }
 
 const COMPUTES: u8 = 0;
 const RECEIVES: u8 = 1;
 const REDUCES: u8 = 2;
 const SENDS: u8 = 3;
+pub(super) const TAKES_TOKENS: u8 = 4;
 
 impl Doing {
-    fn set(&self, now: u8) {
+    pub(super) fn set(&self, now: u8) {
         self.now.store(now, Ordering::Relaxed);
     }
 
@@ -63,6 +66,7 @@ impl Doing {
         match self.now.load(Ordering::Relaxed) {
             RECEIVES => format!("waits for activations of {}", self.from),
             REDUCES => format!("waits for a reduction with {}", self.peers),
+            TAKES_TOKENS => format!("waits for the tokens of {}", self.draws),
             SENDS => format!("waits until {} takes its activations", self.to),
             _ => "computes: its device does not answer".into(),
         }
@@ -130,6 +134,7 @@ impl Wires {
             from: names(from_previous.iter().map(|(label, _)| label).collect()),
             to: names(to_next.iter().map(|(label, _)| label).collect()),
             peers: names(peers.iter().map(|peer| &peer.label).collect()),
+            draws: source(plan).map(|p| name(p.stage, p.spec.rank, &p.node)).unwrap_or_default(),
         });
         let me = name(stage, rank, &place.node);
         let tell =
@@ -478,7 +483,12 @@ fn activations(from: &str, payload: &[u8], values: usize) -> Result<Vec<f32>, St
 }
 
 /// Both ends compute the same id from the plan; a new epoch has new flows.
-fn flow_id(plan: &ReplicaPlan, kind: &str, from: (usize, usize), to: (usize, usize)) -> FlowId {
+pub(super) fn flow_id(
+    plan: &ReplicaPlan,
+    kind: &str,
+    from: (usize, usize),
+    to: (usize, usize),
+) -> FlowId {
     let mut hash = blake3::Hasher::new();
     hash.update(plan.replica.as_bytes());
     hash.update(&[0]);

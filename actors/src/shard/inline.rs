@@ -6,7 +6,7 @@
 //! the same into their KV cache however often a step is run.
 
 use super::device::{Failure, Job, Outcome, Scrub, look_at_weights, panic_text};
-use super::drawn::Drawn;
+use super::feedback::Feedback;
 use super::flows::Wires;
 use dunlin_model::engine::{
     Collective, CollectiveError, Engine, EngineError, Sampled, StageOutput,
@@ -19,21 +19,22 @@ use tokio::time::Instant;
 /// As the device thread's loop; each step takes (per step, per token) of the runtime's clock.
 pub async fn serve(
     mut engine: Box<dyn Engine>,
-    mut wires: Wires,
+    (mut wires, mut feedback): (Wires, Feedback),
     mut queue: UnboundedReceiver<Job>,
     (costs, mut scrub): ((Duration, Duration), Scrub),
     report: impl Fn(Outcome) + Send + 'static,
 ) {
-    let mut drawn = Drawn::default();
     while let Some(mut job) = queue.recv().await {
         let begun = Instant::now();
-        let result = match drawn.fill(&mut job.batch, &job.drawn) {
-            Ok(()) => step(&mut *engine, &mut wires, &job, (costs, &mut scrub)).await,
-            Err(reason) => Err(Failure::peer(reason)),
+        let run = async {
+            feedback.fill(&mut job.batch, &job.drawn).await.map_err(Failure::peer)?;
+            let sampled = step(&mut *engine, &mut wires, &job, (costs, &mut scrub)).await?;
+            feedback.keep(job.step, &sampled).await.map_err(Failure::peer)?;
+            Ok::<_, Failure>(sampled)
         };
+        let result = run.await;
         match result {
             Ok(sampled) => {
-                drawn.keep(&sampled);
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
                 report(Outcome::Done { step: job.step, sampled, micros });
             }

@@ -13,6 +13,7 @@ mod checked;
 mod device;
 mod drawn;
 mod faulty;
+mod feedback;
 mod flows;
 mod inline;
 mod watch;
@@ -27,6 +28,7 @@ use crate::messages::{
 use device::{Device, Job, Outcome, Scrub};
 use dunlin_model::engine::Engine;
 use dunlin_runtime::{Address, Export, Inbound, Node};
+use feedback::Feedback;
 use ractor::{Actor, ActorCell, ActorProcessingErr, ActorRef};
 use std::time::Duration;
 use watch::{Look, Watch};
@@ -112,6 +114,8 @@ impl Actor for ShardActor {
         let patience = args.step_deadline + args.step_deadline / 8;
         let wires = flows::Wires::open(&args.node, &args.plan, args.index, patience);
         let doing = wires.doing();
+        let feedback =
+            Feedback::open(&args.node, &args.plan, args.index, (patience, doing.clone()));
         let outcome = myself.clone();
         let engine = faulty::wrap(&args.node, &args.plan, args.index, args.engine);
         let (node, me) = (args.node.clone(), own.to_string());
@@ -125,7 +129,7 @@ impl Actor for ShardActor {
             }
         };
         let how = (args.compute, Scrub::new(args.scrub));
-        let device = Device::start(own.instance.clone(), engine, wires, how, report)?;
+        let device = Device::start(own.instance.clone(), engine, (wires, feedback), how, report)?;
         let lease = LeaseGuard::new(&args.node);
         let inbox = myself.clone();
         let export = args.node.export::<ShardProtocol>(ROLE, &own.instance, move |inbound| {

@@ -103,7 +103,7 @@ impl Replica {
                 last.fill(&mut batch, &drawn).unwrap();
                 let owners: HashMap<_, _> = batch.seqs.iter().map(|s| (s.request, 1)).collect();
                 let sampled = shard.run(&batch, &owners);
-                last.keep(&sampled);
+                last.keep(step, &sampled);
                 let done = SchedulerCast::StepDone { epoch, step, sampled, micros: 1 };
                 if answers {
                     from.cast::<SchedulerProtocol>(&to, &done).unwrap();

@@ -279,6 +279,25 @@ fn the_next_step_is_planned_before_this_one_is_done() {
     assert_eq!(world.scheduler.load(&world.kv).steps_total, 5, "and no step was for nothing");
 }
 
+/// Two batches that take turns on two stages: the third step is the first batch's next one.
+#[test]
+fn batches_in_turn_are_planned_ahead_as_well() {
+    let mut setup = setup(64, 64, 2);
+    setup.limits.overlap = true;
+    let mut world = World::new(setup);
+    world.submit(work(4, 40), 0);
+    world.submit(work(5, 40), 0);
+    for _ in 0..20 {
+        world.step_done(None);
+        let seqs = world.flying.iter().map(|(_, batch)| &batch.seqs[..]);
+        let who: Vec<Vec<u64>> = seqs.map(|s| s.iter().map(|s| s.request).collect()).collect();
+        assert_eq!((who.len(), who[0].len(), who[1].len()), (3, 1, 1), "{who:?}");
+        assert!(who[0] == who[2] && who[0] != who[1], "{who:?}");
+    }
+    assert!(world.seen.overlapped > 15);
+    world.drain();
+}
+
 #[test]
 fn a_stop_token_is_the_last_one_that_is_told_and_costs_one_place() {
     let mut world = overlapping(64);

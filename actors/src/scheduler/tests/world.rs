@@ -63,7 +63,7 @@ pub struct World {
     pub now: Duration,
     pub clients: BTreeMap<RequestId, Client>,
     pub flying: VecDeque<(u64, Batch)>,
-    places: VecDeque<Vec<u32>>,
+    places: VecDeque<Vec<Place>>,
     pub load: Option<LoadReport>,
     pub broken: Option<String>,
     pub seen: Seen,
@@ -163,13 +163,13 @@ impl World {
     pub fn step_done(&mut self, corrupt: Option<usize>) -> bool {
         let Some((step, mut batch)) = self.flying.pop_front() else { return false };
         let places = self.places.pop_front().unwrap_or_default();
-        for seq in places.iter().map(|place| &batch.seqs[*place as usize]) {
+        for seq in places.iter().map(|place| &batch.seqs[place.seq as usize]) {
             self.seen.overlapped += 1;
             self.seen.dropped += usize::from(!self.scheduler.is_live(RequestId(seq.request)));
         }
         self.drawn.1.fill(&mut batch, &places).unwrap();
         let mut sampled = self.late.run(&batch, &self.owners);
-        self.drawn.1.keep(&sampled);
+        self.drawn.1.keep(step, &sampled);
         assert_eq!(Some(&sampled), self.early_answers.pop_front().as_ref(), "stages disagree");
         if let Some(which) = corrupt.filter(|_| !sampled.is_empty()) {
             let at = which % sampled.len();
@@ -214,7 +214,7 @@ impl World {
         assert_eq!(self.kv.open_tables(), 0);
     }
 
-    fn run(&mut self, step: u64, batch: Batch, places: Vec<u32>) {
+    fn run(&mut self, step: u64, batch: Batch, places: Vec<Place>) {
         assert_eq!(step, self.next_step, "steps rise by one");
         self.next_step += 1;
         assert!(batch.tokens() <= self.setup.limits.step_tokens && batch.tokens() > 0);
@@ -236,7 +236,7 @@ impl World {
         let mut batch = batch.clone();
         self.drawn.0.fill(&mut batch, &places).unwrap();
         let answers = self.early.run(&batch, &self.owners);
-        self.drawn.0.keep(&answers);
+        self.drawn.0.keep(step, &answers);
         self.early_answers.push_back(answers);
         self.places.push_back(places);
     }
