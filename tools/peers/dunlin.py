@@ -34,7 +34,7 @@ class Dunlin(Peer):
 
     def install(self):
         low = NICE if self.job.builds_nicely else []
-        build = [*low, "cargo", "build", "--release", "--locked",
+        build = [*low, "cargo", "build", "--release", "--locked", "--workspace",
                  "--message-format", "json-render-diagnostics"]
         self.program = executable(run([*build, "--bin", "dunlin"], capture=True), "dunlin")
         self.bench = executable(run([*build, "--bench", "model"], capture=True), "model")
