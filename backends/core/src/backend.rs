@@ -108,6 +108,48 @@ pub struct KvSpec {
     pub block_tokens: usize,
 }
 
+/// The bit of a KV entry that [`Backend::kv_flip`] flips.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvBit {
+    /// Of the values, not of the keys.
+    pub value: bool,
+    pub head: usize,
+    /// Element within the head.
+    pub element: usize,
+    bit: usize,
+}
+
+impl KvSpec {
+    /// Which entry of `slot` of `block` in `layer` the bit is of, as [`Backend::kv_flip`] counts.
+    ///
+    /// # Errors
+    /// There is no such slot.
+    pub fn bit(
+        &self,
+        layer: usize,
+        block: u32,
+        slot: usize,
+        bit: u32,
+    ) -> Result<KvBit, BackendError> {
+        if layer >= self.layers || block as usize >= self.blocks || slot >= self.block_tokens {
+            let detail = format!("slot {slot} of block {block} of layer {layer}");
+            return Err(BackendError::Shape { op: "kv_flip", detail });
+        }
+        let half = self.kv_heads * self.head_dim;
+        let entry = (bit / 32) as usize % (2 * half);
+        let (head, element) = (entry % half / self.head_dim, entry % self.head_dim);
+        Ok(KvBit { value: entry >= half, head, element, bit: bit as usize % 32 })
+    }
+}
+
+impl KvBit {
+    /// Which bit of an element of `width` bits it is. Signs and exponents are on top, whatever the
+    /// width.
+    pub fn within(&self, width: usize) -> usize {
+        (self.bit + width).saturating_sub(32)
+    }
+}
+
 /// How rotary pairs are laid out in a head of `d` elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum RopeStyle {

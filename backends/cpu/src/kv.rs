@@ -109,22 +109,17 @@ impl CpuKv {
         slot: usize,
         bit: u32,
     ) -> Result<(u32, u32), BackendError> {
-        let (spec, layout) = (&self.spec, &self.layout);
-        if layer >= spec.layers || block as usize >= spec.blocks || slot >= spec.block_tokens {
-            let detail = format!("slot {slot} of block {block} of layer {layer}");
-            return Err(shape("kv_flip", detail));
-        }
-        let half = spec.kv_heads * spec.head_dim;
-        let element = (bit / 32) as usize % (2 * half);
-        let (head, inside) = (element % half / spec.head_dim, element % spec.head_dim);
+        let layout = &self.layout;
+        let flipped = self.spec.bit(layer, block, slot, bit)?;
+        let (head, inside) = (flipped.head, flipped.element);
         let (tile, token) = (slot / KV_TILE, slot % KV_TILE);
         let blocks = vec![block; tile + 1];
         // The table repeats the block, so tile `tile` of it is that of the block itself.
-        let at = match element < half {
-            true => {
+        let at = match flipped.value {
+            false => {
                 layout.key_tile(&blocks, tile, head) + (token + inside * KV_TILE) * layout.element
             }
-            false => {
+            true => {
                 layout.value_tile(&blocks, tile, head)
                     + token * layout.value_stride
                     + inside * layout.element
@@ -134,8 +129,7 @@ impl CpuKv {
         let place = &mut self.data[start..start + width];
         let read = |place: &[u8]| place.iter().rev().fold(0, |v, byte| v << 8 | u32::from(*byte));
         let before = read(place);
-        // Signs and exponents are on top, whatever the width.
-        let at = (bit as usize % 32 + 8 * width).saturating_sub(32);
+        let at = flipped.within(8 * width);
         place[at / 8] ^= 1 << (at % 8);
         Ok((before, read(place)))
     }

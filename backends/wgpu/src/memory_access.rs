@@ -53,13 +53,8 @@ impl WgpuKv {
         bit: u32,
     ) -> Result<(u32, u32), BackendError> {
         let spec = &self.spec;
-        if layer >= spec.layers || block as usize >= spec.blocks || slot >= spec.block_tokens {
-            let detail = format!("slot {slot} of block {block} of layer {layer}");
-            return Err(shape("kv_flip", detail));
-        }
-        let half = spec.kv_heads * spec.head_dim;
-        let element = (bit / 32) as usize % (2 * half);
-        let (head, inside) = (element % half / spec.head_dim, element % spec.head_dim);
+        let flipped = spec.bit(layer, block, slot, bit)?;
+        let (head, inside) = (flipped.head, flipped.element);
         let own = |s: &&Store| s.heads.contains(&head);
         let store = self.layers[layer].iter().find(own);
         let store = store.ok_or_else(|| shape("kv_flip", format!("head {head} is nowhere")))?;
@@ -73,9 +68,8 @@ impl WgpuKv {
         let each = 32 / width;
         let word = token * token_words(self.dtype, spec.head_dim) + inside / each;
         let shift = width * (inside % each);
-        // Signs and exponents are on top, whatever the width.
-        let at = shift + (bit as usize % 32 + width).saturating_sub(32);
-        let buffer = if element < half { &store.keys } else { &store.values };
+        let at = shift + flipped.within(width);
+        let buffer = if flipped.value { &store.values } else { &store.keys };
         let (before, after) = flip(gpu, rec, buffer, word as u64, 1 << at)?;
         let entry = |word: u32| (word >> shift) & (u32::MAX >> (32 - width));
         Ok((entry(before), entry(after)))
