@@ -8,7 +8,7 @@
 //! takes all that have come, so that no more wait than there are steps in flight.
 
 use super::drawn::{Drawn, token_of};
-use super::flows::{Doing, TAKES_TOKENS, flow_id};
+use super::flows::{Doing, TAKES_TOKENS, flow_id, label};
 use crate::messages::{Place, ReplicaPlan, ShardPlace};
 use bytes::{BufMut, Bytes, BytesMut};
 use dunlin_model::engine::{Batch, Sampled};
@@ -49,18 +49,17 @@ impl Feedback {
         (deadline, doing): (Duration, Arc<Doing>),
     ) -> Self {
         let at = |place: &ShardPlace| (place.stage, place.spec.rank);
-        let name = |p: &ShardPlace| format!("stage {} rank {} on {}", p.stage, p.spec.rank, p.node);
         let own = at(&plan.shards[index]);
         let source = source(plan);
         let draws = source.is_some_and(|source| at(source) == own);
         let from = source.filter(|_| !draws).map(|source| {
             let id = flow_id(plan, "tok", at(source), own);
-            (name(source), node.accept_flow(&source.node, id))
+            (label(source), node.accept_flow(&source.node, id))
         });
         let others = plan.shards.iter().filter(|place| draws && at(place) != own);
         let to = others.map(|place| {
             let id = flow_id(plan, "tok", own, at(place));
-            (name(place), node.open_flow(&place.node, id, FlowClass::Activations))
+            (label(place), node.open_flow(&place.node, id, FlowClass::Activations))
         });
         let (to, handle) = (to.collect(), Handle::current());
         let (epoch, drawn) = (plan.epoch.0, Drawn::default());
@@ -106,6 +105,9 @@ impl Feedback {
             return Ok(());
         }
         self.drawn.keep(step, sampled);
+        if self.to.is_empty() {
+            return Ok(());
+        }
         let payload = encode(sampled);
         for (to, flow) in &self.to {
             let (epoch, tag, payload) = (self.epoch, DRAWN, payload.clone());

@@ -7,7 +7,7 @@
 
 use super::feedback::source;
 use crate::facts;
-use crate::messages::ReplicaPlan;
+use crate::messages::{ReplicaPlan, ShardPlace};
 use bytes::{Bytes, BytesMut};
 use dunlin_model::engine::{Batch, Collective, CollectiveError};
 use dunlin_runtime::{
@@ -33,6 +33,11 @@ pub fn plan_hash(step: u64, batch: &Batch) -> u64 {
     let mut first = [0; 8];
     first.copy_from_slice(&hash.finalize().as_bytes()[..8]);
     u64::from_le_bytes(first)
+}
+
+/// What messages call a shard.
+pub(super) fn label(place: &ShardPlace) -> String {
+    format!("stage {} rank {} on {}", place.stage, place.spec.rank, place.node)
 }
 
 /// What a device is doing, for whoever watches it from outside.
@@ -92,23 +97,20 @@ impl Wires {
         let place = &plan.shards[index];
         let (stage, rank) = (place.stage, place.spec.rank);
         let members = |s: usize| plan.shards.iter().filter(move |p| p.stage == s);
-        let name = |s: usize, r: usize, n: &NodeName| format!("stage {s} rank {r} on {n}");
         // Every rank of a stage holds the same activations, so rank r of the next stage reads
         // from rank r modulo the size of this one.
         let from_previous: Option<(String, FlowReceiver)> = stage.checked_sub(1).map(|previous| {
             let size = members(previous).count();
             let source = members(previous).nth(rank % size).expect("a stage has a rank");
             let id = flow_id(plan, "act", (previous, source.spec.rank), (stage, rank));
-            let label = name(previous, source.spec.rank, &source.node);
-            (label, node.accept_flow(&source.node, id))
+            (label(source), node.accept_flow(&source.node, id))
         });
         let size = members(stage).count();
         let to_next: Vec<(String, FlowSender)> = members(stage + 1)
             .filter(|next| next.spec.rank % size == rank)
             .map(|next| {
                 let id = flow_id(plan, "act", (stage, rank), (next.stage, next.spec.rank));
-                let label = name(next.stage, next.spec.rank, &next.node);
-                (label, node.open_flow(&next.node, id, FlowClass::Activations))
+                (label(next), node.open_flow(&next.node, id, FlowClass::Activations))
             })
             .collect();
         let peers: Vec<GroupPeer> = members(stage)
@@ -119,7 +121,7 @@ impl Wires {
                 let back = flow_id(plan, "red", there, (stage, rank));
                 GroupPeer {
                     rank: peer.spec.rank,
-                    label: name(stage, peer.spec.rank, &peer.node),
+                    label: label(peer),
                     to: node.open_flow(&peer.node, out, FlowClass::Activations),
                     from: node.accept_flow(&peer.node, back),
                 }
@@ -134,9 +136,9 @@ impl Wires {
             from: names(from_previous.iter().map(|(label, _)| label).collect()),
             to: names(to_next.iter().map(|(label, _)| label).collect()),
             peers: names(peers.iter().map(|peer| &peer.label).collect()),
-            draws: source(plan).map(|p| name(p.stage, p.spec.rank, &p.node)).unwrap_or_default(),
+            draws: source(plan).map(label).unwrap_or_default(),
         });
-        let me = name(stage, rank, &place.node);
+        let me = label(place);
         let tell =
             Tell { faults: node.faults().clone(), node: node.name().clone(), me: me.clone() };
         let group = FlowGroup {
