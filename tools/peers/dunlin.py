@@ -54,7 +54,7 @@ class Dunlin(Peer):
         """What the model bench measures; its JSON."""
         job = self.job
         return json.loads(run([self.bench, "--model", job.model, "--threads", job.threads,
-                               "--runs", runs, "--json", *flags], capture=True, timeout=300))
+                               "--runs", runs, "--json", *flags], capture=True, timeout=job.patience))
 
     def kv_bytes(self):
         """Bytes of as many tokens as the others have room for."""

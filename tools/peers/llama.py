@@ -76,7 +76,7 @@ class Llama(Peer):
         job, figures = self.job, {}
         out = run([self.bench, "-m", job.model, "-t", job.threads, "-ngl", 0, "-r", 1, "-o", "json",
                    "-p", ",".join(map(str, job.prompts)), "-n", job.generate,
-                   "--repack", int(self._repack())], capture=True, timeout=300)
+                   "--repack", int(self._repack())], capture=True, timeout=job.patience)
         for test in json.loads(out):
             name = "decode" if test["n_gen"] else f"prefill {test['n_prompt']}"
             figures[name] = test["avg_ts"]

@@ -20,6 +20,8 @@ class Job:
     # Room for KV of this many tokens per stream, in every server.
     stream_tokens: int = 640
     builds_nicely: bool = False
+    # Seconds after which one measurement is given up.
+    patience: float = 1200
 
     @property
     def kv_tokens(self):
@@ -42,8 +44,8 @@ class Peer:
     slow_start = False
     # Seconds until the first token before a start counts as failed.
     start_within = 60
-    # Streams that it is known to fail at, or above.
-    most_streams = None
+    # Why it has no engine of its own to measure, or no server, if it has none.
+    no_engine = no_server = None
 
     def __init__(self, job):
         self.job = job

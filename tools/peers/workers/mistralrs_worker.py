@@ -1,19 +1,23 @@
 """Measures mistral.rs; started by tools/compare_peers in its environment.
 
-usage: mistralrs_worker.py MODEL.gguf PROMPT,PROMPT GENERATE
+usage: mistralrs_worker.py engine MODEL.gguf THREADS PROMPT,PROMPT GENERATE
 
 It takes prompts as text only. One short word repeated is one token each in the vocabularies that
 matter here; the counts that it reports are checked.
 """
 import json
+import os
 import pathlib
 import sys
 import time
 
+model, threads = pathlib.Path(sys.argv[2]), sys.argv[3]
+prompts, generate = [int(n) for n in sys.argv[4].split(",")], int(sys.argv[5])
+# Read when the package is imported.
+os.environ.update(RAYON_NUM_THREADS=threads, HF_HUB_OFFLINE="1")
+
 from mistralrs import CompletionRequest, Runner, Which
 
-model = pathlib.Path(sys.argv[1])
-prompts, generate = [int(n) for n in sys.argv[2].split(",")], int(sys.argv[3])
 which = Which.GGUF(quantized_model_id=str(model.parent), quantized_filename=model.name)
 runner = Runner(which, prefix_cache_n=0)
 
