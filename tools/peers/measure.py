@@ -4,8 +4,10 @@ The client is `dunlin bench` (src/bench.rs) with `--url`: prompts of token ids d
 that no two prompts of a comparison begin alike, and all peers get the same ones. What a server says
 it read and made is checked against what was asked for.
 """
+import contextlib
 import json
 import os
+import signal
 import tempfile
 import time
 
@@ -15,22 +17,26 @@ POLL_S = 0.005
 
 
 class Server:
-    """A peer's server that has made its first token."""
+    """A peer's server that has made its first token.
+
+    While others are measured it stands still (`pause`): what an idle server does at times, and
+    threads that spin for a while after their last work, would be a part of the others' figures.
+    """
 
     def __init__(self, peer):
-        self.peer, self.port = peer, free_port()
+        self.peer, self.port, self.patience = peer, free_port(), peer.job.patience
         command, env = peer.command(self.port)
         begun = time.perf_counter()
         self.tree = Tree(command, peer.job.logs(f"{peer.name}-server.log"), env)
         try:
-            self._first_token(begun + peer.start_within)
+            self._first_token(peer.start_within)
         except BaseException:
             self.tree.stop(grace=0)
             raise
         self.seconds_to_first_token = time.perf_counter() - begun
 
-    def _first_token(self, deadline):
-        model = None
+    def _first_token(self, within):
+        model, deadline = None, time.perf_counter() + within
         while time.perf_counter() < deadline:
             self.check()
             try:
@@ -48,7 +54,7 @@ class Server:
             except (OSError, KeyError, IndexError):
                 pass  # Not listening yet, or not listing the model yet.
             time.sleep(POLL_S)
-        raise PeerFailed(f"no token within {self.peer.start_within} s (log: {self.tree.log})")
+        raise PeerFailed(f"no token within {within} s (log: {self.tree.log})")
 
     def check(self):
         why = self.tree.why_ended()
@@ -60,6 +66,23 @@ class Server:
         before = self.tree.processor_seconds()
         time.sleep(seconds)
         return (self.tree.processor_seconds() - before) / seconds
+
+    def huge_bytes(self):
+        """Its memory on huge pages: fewer translations to look up, if weights are among it."""
+        return self.tree.memory("AnonHugePages", "ShmemPmdMapped", "FilePmdMapped")
+
+    def pause(self):
+        self.tree.signal(signal.SIGSTOP)
+
+    @contextlib.contextmanager
+    def awake(self):
+        """It runs meanwhile, and made a token before; then it stands still again."""
+        self.tree.signal(signal.SIGCONT)
+        try:
+            self._first_token(60)
+            yield
+        finally:
+            self.pause()
 
     def stop(self):
         self.tree.stop()
@@ -73,7 +96,7 @@ def load(server, client, streams, requests, prompt, output, seed):
     try:
         run([client, "bench", "--url", f"http://127.0.0.1:{server.port}", "-c", streams,
              "-n", requests, "--warmup", 0, "--prompt-tokens", prompt, "--output-tokens", output,
-             "--seed", seed, "--json", path], capture=True, timeout=1200)
+             "--seed", seed, "--json", path], capture=True, timeout=server.patience)
         with open(path) as file:
             report = json.load(file)["report"]
     except PeerFailed:

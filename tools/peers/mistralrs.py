@@ -10,4 +10,4 @@ class MistralRs(WorkerPeer):
     name = "mistral.rs"
     package, version, script = "mistralrs", "0.9.5", "mistralrs_worker.py"
     note = f"mistralrs {version}, its Python package"
-    no_server = "its Python package has none"
+    no_server = "its Python package has none, and no completions of token ids that stream"

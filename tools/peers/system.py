@@ -126,16 +126,17 @@ class Tree:
                     todo.append(pid)
         return members
 
-    def memory(self):
-        """Bytes of memory, pages that several processes share counted once (the sum of PSS)."""
-        total = 0
+    def memory(self, *kinds):
+        """Bytes of memory of these kinds of smaps_rollup; without any: all of it, pages that
+        several processes share counted once (the sum of PSS)."""
+        total, kinds = 0, [f"{kind}:" for kind in kinds or ("Pss",)]
         for pid in self.members():
             try:
                 rollup = pathlib.Path(f"/proc/{pid}/smaps_rollup").read_text()
             except OSError:
                 continue
             total += sum(int(line.split()[1]) for line in rollup.splitlines()
-                         if line.startswith("Pss:")) * 1024
+                         if line.split(" ", 1)[0] in kinds) * 1024
         return total
 
     def processor_seconds(self):
@@ -157,11 +158,21 @@ class Tree:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with {code}"
         return f"the server {how}: {last_line(tail(self.log))} (log: {self.log})"
 
+    def signal(self, number):
+        """Sends a signal to every process of the tree."""
+        for pid in self.members():
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
     def stop(self, grace=10):
         """Asks it to end, then kills whatever is left of the tree."""
         members = self.members()
         if grace and self.child.poll() is None:
             self.child.terminate()
+            # What stands still does not hear that it is to end.
+            self.signal(signal.SIGCONT)
             try:
                 self.child.wait(grace)
             except subprocess.TimeoutExpired:

@@ -2,9 +2,11 @@
 
 usage: python3 -m unittest discover -s tools -p 'test_*.py'
 """
+import contextlib
 import http.server
 import importlib.machinery
 import importlib.util
+import io
 import os
 import pathlib
 import signal
@@ -15,8 +17,9 @@ import tempfile
 import threading
 import time
 import unittest
+import unittest.mock
 
-from peers import llama, measure, report, vllm
+from peers import llama, measure, report, rounds, vllm
 from peers.peer import Job, Peer
 from peers.system import ROOT, MemoryWatch, PeerFailed, Tree, interruptible, run, runs
 
@@ -61,6 +64,21 @@ class Processes(unittest.TestCase):
         self.assertFalse(runs(tree.child.pid) or runs(grandchild))
         self.assertNotIn(tree, Tree.alive)
 
+    def test_a_tree_stands_still_and_still_ends(self):
+        def states():
+            return {pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+                    for pid in tree.members()}
+
+        tree, grandchild = self.family()
+        tree.signal(signal.SIGSTOP)
+        wait_for(lambda: states() == {"T"})
+        tree.signal(signal.SIGCONT)
+        wait_for(lambda: "T" not in states())
+        tree.signal(signal.SIGSTOP)
+        tree.stop(grace=600)
+        self.assertEqual(tree.child.returncode, -signal.SIGTERM)
+        self.assertFalse(runs(grandchild))
+
     def test_what_ended_says_why(self):
         tree = Tree([sys.executable, "-c", "import sys; sys.exit('no such model')"], self.log)
         self.assertIn("ended with 1: no such model", wait_for(tree.why_ended))
@@ -96,14 +114,21 @@ class Processes(unittest.TestCase):
             run([sys.executable, "-c", "import time; time.sleep(600)"], capture=True, timeout=0.2)
 
 
+SETUP = {"model": "m.gguf", "threads": 2, "processor": "p", "when": "now", "seconds": 60,
+         "prompts": (128, 512), "generate": 128, "streams": (1, 4), "kv_tokens": 20480, "rounds": 3,
+         "load_averages": [0.1, 0.2]}
+
+
+def some_peers(*names):
+    return [type("P", (Peer,), {"name": name})(Job(None, 2, pathlib.Path("x"))) for name in names]
+
+
 class Figures(unittest.TestCase):
     def results(self):
-        names = [type("P", (Peer,), {"name": name})(Job(None, 2, pathlib.Path("x")))
-                 for name in ("dunlin", "slow")]
-        return names, report.Results(names)
+        return report.Results(some_peers("dunlin", "slow"), SETUP)
 
     def test_ratios_are_within_rounds(self):
-        peers, results = self.results()
+        results = self.results()
         # The machine was three times slower in the second round; the third has only one side.
         for number, (ours, theirs) in enumerate(((300, 100), (100, 33), (300, None))):
             results.add("dunlin", {"decode": ours}, number)
@@ -112,23 +137,118 @@ class Figures(unittest.TestCase):
         self.assertEqual(results.median("dunlin", "decode"), 300)
         self.assertAlmostEqual(results.ratio("slow", "decode", True), 3.0, delta=0.05)
         self.assertAlmostEqual(results.ratio("slow", "decode", False), 1 / 3, delta=0.01)
+        self.assertIn("| 300 | 66 (3.02) [2 of 3] |", report.table(results))
+        self.assertIn("[n of m]", report.notes(results))
 
     def test_a_round_that_failed_keeps_the_others_in_step(self):
-        _, results = self.results()
+        results = self.results()
         results.add("slow", {"decode": 5}, 2)
         self.assertEqual(results.values["slow"]["decode"], [None, None, 5])
 
     def test_the_table_has_a_row_for_what_failed(self):
-        peers, results = self.results()
+        results = self.results()
         results.add("dunlin", {"decode": 200.0}, 0)
-        results.fail("slow", "install", "no | such package")
-        text = report.table(results, peers, peers[0].job, (1,))
+        results.fail("slow", "install failed", "no | such package")
+        text = report.table(results)
         self.assertIn("| decode 128, engine, tokens/s | 200 |\n", text)
         self.assertIn("| slow: install failed | no / such package |", text)
         results.add("slow", {"start": 2.5}, 0)
-        text = report.table(results, peers, peers[0].job, (1,))
+        text = report.table(results)
         self.assertIn("| decode 128, engine, tokens/s | 200 | - |\n", text)
         self.assertIn("| slow: install failed | no / such package | |", text)
+
+    def test_what_was_kept_prints_the_same(self):
+        results = self.results()
+        results.add("dunlin", {"decode": 200.0, "idle": 0.5}, 0)
+        results.add("slow", {"decode": 100.0}, 1)
+        results.fail("slow", "no server", "it has none")
+        results.notes.append("a note")
+        with tempfile.TemporaryDirectory() as folder:
+            file = pathlib.Path(folder) / "kept.json"
+            results.save(file)
+            self.assertEqual(report.text(report.Results.load(file)), report.text(results))
+            self.assertIn("no server | it has none", report.text(results))
+            self.assertEqual(os.listdir(folder), ["kept.json"])
+
+
+class Budget(unittest.TestCase):
+    """A fake clock, which goes on by what each peer's engine or server takes."""
+
+    def compare(self, minutes, engine=(1, 1), one_wave=(10, 20)):
+        now, done, awake = [0.0], [], []
+
+        def takes(peer, step, seconds):
+            now[0] += seconds
+            done.append((peer, step))
+
+        peers = some_peers("dunlin", "slow")
+        for peer, seconds in zip(peers, engine):
+            peer.engine = lambda peer=peer, seconds=seconds: (
+                takes(peer.name, "engine", seconds), {"decode": 1.0})[1]
+
+        class FakeServer:
+            def __init__(self, name, seconds):
+                self.name, self.seconds = name, seconds
+
+            @contextlib.contextmanager
+            def awake(self):
+                awake.append(self.name)
+                yield
+                awake.remove(self.name)
+
+        def streams(server, client, streams, requests, *_):
+            self.assertEqual(awake, [server.name])
+            takes(server.name, f"{requests} requests", server.seconds * requests / 4)
+            return {"out 4": 1.0}
+
+        servers = {peer: FakeServer(peer.name, s) for peer, s in zip(peers, one_wave)}
+        results = report.Results(peers, dict(SETUP))
+        with unittest.mock.patch.object(measure, "streams_over_http", streams), \
+                contextlib.redirect_stderr(io.StringIO()):
+            rounds.Rounds(peers, servers, None, results, lambda: None, minutes, 0.0,
+                          lambda: now[0]).run(rounds.steps((), (4,)), 5)
+        return now[0] / 60, done, results
+
+    def test_without_a_limit_there_are_two_waves(self):
+        _, done, results = self.compare(None)
+        self.assertEqual(done.count(("slow", "8 requests")), 5)
+        self.assertEqual(len(done), 5 * 2 * 2)
+
+    def test_two_waves_begin_anew_where_they_fit(self):
+        # One wave takes 32 s a round, two 62: with the rehearsal 342 s.
+        passed, done, results = self.compare(6)
+        self.assertEqual((done.count(("slow", "4 requests")), done.count(("slow", "8 requests"))),
+                         (1, 5))
+        self.assertEqual(len(results.values["slow"]["out 4"]), 5)
+        self.assertEqual((results.setup["waves"], results.setup["rounds"]), (2, 5))
+        self.assertLess(passed, 6)
+
+    def test_one_wave_keeps_the_rehearsal(self):
+        passed, done, results = self.compare(5)
+        self.assertEqual(done.count(("slow", "4 requests")), 5)
+        self.assertEqual(results.setup["waves"], 1)
+        self.assertAlmostEqual(passed, 5 * 32 / 60)
+
+    def test_the_slowest_gives_up_rounds_first(self):
+        passed, done, results = self.compare(5, one_wave=(10, 90))
+        self.assertEqual(done.count(("dunlin", "4 requests")), 5)
+        self.assertEqual(done.count(("slow", "engine")), 5)
+        self.assertEqual(done.count(("slow", "4 requests")), 2)
+        self.assertLess(passed, 5)
+        self.assertIn("[2 of 5]", report.table(results))
+
+    def test_no_round_is_begun_that_cannot_end(self):
+        passed, done, results = self.compare(1, one_wave=(25, 20))
+        self.assertEqual(results.setup["rounds"], 1)
+        self.assertIn("Stopped after 1 rounds", results.notes[0])
+
+    def test_what_takes_longest_altogether_is_cut(self):
+        costs = {("dunlin", "a"): 30, ("x", "a"): 20, ("y", "a"): 2}
+        self.assertEqual(rounds.fit(costs, 5, 260, "dunlin"), dict.fromkeys(costs, 5))
+        self.assertEqual(rounds.fit(costs, 5, 230, "dunlin"),
+                         {("dunlin", "a"): 5, ("x", "a"): 3, ("y", "a"): 5})
+        self.assertEqual(rounds.fit(costs, 5, 0, "dunlin"),
+                         {("dunlin", "a"): 5, ("x", "a"): 0, ("y", "a"): 0})
 
 
 class Counts(unittest.TestCase):
@@ -146,7 +266,7 @@ class Counts(unittest.TestCase):
                               "open(path, 'w'))\n")
             client.chmod(0o755)
             server = measure.Server.__new__(measure.Server)
-            server.port, server.check = 1, lambda: None
+            server.port, server.patience, server.check = 1, 60, lambda: None
             return measure.load(server, client, 1, 2, 10, 4, 1)
 
     def test_counts(self):
@@ -187,7 +307,7 @@ class Start(unittest.TestCase):
         self.addCleanup(web.shutdown)
         server = measure.Server.__new__(measure.Server)
         server.port, server.check = web.server_address[1], lambda: None
-        server._first_token(time.perf_counter() + 60)
+        server._first_token(60)
         self.assertEqual(seen, ["/v1/completions"] * 3)
 
 
