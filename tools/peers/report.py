@@ -9,6 +9,9 @@ import statistics
 
 # Figures that are measured once, not in every round.
 ONCE = ("start", "peak MB", "idle", "huge MB")
+# Other work that takes so much of a core while something is measured falsifies it: two threads that
+# wait for each other at every operation lose more than it takes.
+DISTURBED = 0.1
 
 
 class Results:
@@ -145,6 +148,15 @@ def notes(results):
     if " of " in body and "[" in body:
         lines.append("- [n of m]: measured in n rounds of m only, to end in time or because it "
                      "failed then.")
+    others = [(share, name, figure.removeprefix("others "))
+              for name, figures in results.values.items() for figure in figures
+              if figure.startswith("others ") for share in results.seen(name, figure)]
+    if others:
+        share, name, step = max(others)
+        many = sum(share > DISTURBED for share, *_ in others)
+        lines.append(
+            f"- Other work took more than {100 * DISTURBED:.0f} % of a core during {many} of "
+            f"{len(others)} measurements; at most {100 * share:.0f} % ({name}, {step}).")
     bandwidth = results.seen("dunlin", "read bandwidth")
     decode, size = results.median("dunlin", "decode"), results.median("dunlin", "decode bytes")
     if bandwidth and decode and size:

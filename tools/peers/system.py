@@ -150,6 +150,25 @@ class Tree:
             ticks += sum(map(int, stat.rsplit(")", 1)[1].split()[11:13]))
         return ticks / os.sysconf("SC_CLK_TCK")
 
+    @classmethod
+    def others_seconds(cls, proc="/proc"):
+        """Processor time of all that this tool did not start, to be compared with itself later.
+
+        That of an ended process is with whoever waited for it.
+        """
+        ours, ticks = {os.getpid()}, 0
+        for tree in cls.alive:
+            ours |= tree.members()
+        for entry in os.listdir(proc):
+            if not entry.isdigit() or int(entry) in ours:
+                continue
+            try:
+                stat = pathlib.Path(proc, entry, "stat").read_text()
+            except OSError:
+                continue
+            ticks += sum(map(int, stat.rsplit(")", 1)[1].split()[11:15]))
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def why_ended(self):
         """The reason, if the process is gone; else None."""
         code = self.child.poll()

@@ -64,6 +64,18 @@ class Processes(unittest.TestCase):
         self.assertFalse(runs(tree.child.pid) or runs(grandchild))
         self.assertNotIn(tree, Tree.alive)
 
+    def test_the_work_of_others_is_told_from_ours(self):
+        tree, grandchild = self.family()
+        ours = [os.getpid(), tree.child.pid, grandchild]
+        for place, pid in enumerate([*ours, max(ours) + 1, max(ours) + 2]):
+            (proc := pathlib.Path(self.folder.name, "proc", str(pid))).mkdir(parents=True)
+            # Of its own, in user and system mode, and of the children that it waited for.
+            times = " ".join(str(10 ** place * n) for n in (1, 2, 3, 4))
+            (proc / "stat").write_text(f"{pid} (a) b) S {'0 ' * 10}{times} 20 0")
+        (proc / "stat").unlink()  # It ended while the list was read.
+        ticks = Tree.others_seconds(proc.parent) * os.sysconf("SC_CLK_TCK")
+        self.assertAlmostEqual(ticks, 10_000)
+
     def test_a_tree_stands_still_and_still_ends(self):
         def states():
             return {pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -174,7 +186,7 @@ class Figures(unittest.TestCase):
 class Budget(unittest.TestCase):
     """A fake clock, which goes on by what each peer's engine or server takes."""
 
-    def compare(self, minutes, engine=(1, 1), one_wave=(10, 20)):
+    def compare(self, minutes, engine=(1, 1), one_wave=(10, 20), others=lambda _: 0.0):
         now, done, awake = [0.0], [], []
 
         def takes(peer, step, seconds):
@@ -206,7 +218,7 @@ class Budget(unittest.TestCase):
         with unittest.mock.patch.object(measure, "streams_over_http", streams), \
                 contextlib.redirect_stderr(io.StringIO()):
             rounds.Rounds(peers, servers, None, results, lambda: None, minutes, 0.0,
-                          lambda: now[0]).run(rounds.steps((), (4,)), 5)
+                          lambda: now[0], lambda: others(now[0])).run(rounds.steps((), (4,)), 5)
         return now[0] / 60, done, results
 
     def test_without_a_limit_there_are_two_waves(self):
@@ -241,6 +253,20 @@ class Budget(unittest.TestCase):
         passed, done, results = self.compare(1, one_wave=(25, 20))
         self.assertEqual(results.setup["rounds"], 1)
         self.assertIn("Stopped after 1 rounds", results.notes[0])
+
+    def test_what_was_disturbed_is_measured_again(self):
+        # In the first 5 s other work takes half a core: both engines are within, each of 4 s.
+        _, done, results = self.compare(None, engine=(4, 4), others=lambda at: min(at, 5) / 2)
+        self.assertEqual(done[:3], [("dunlin", "engine"), ("dunlin", "engine"), ("slow", "engine")])
+        self.assertEqual(done.count(("dunlin", "engine")), 6)
+        self.assertEqual(results.values["dunlin"]["others engine"], [0.125, 0, 0, 0, 0])
+        self.assertIn("10 % of a core during 1 of 20 measurements; at most 12 % (dunlin, engine)",
+                      report.notes(results))
+
+    def test_where_there_is_always_other_work_it_is_only_told(self):
+        _, done, results = self.compare(None, others=lambda at: at / 2)
+        self.assertEqual(len(done), 5 * 2 * 2 + rounds.REPEATS)
+        self.assertIn("during 20 of 20", report.notes(results))
 
     def test_what_takes_longest_altogether_is_cut(self):
         costs = {("dunlin", "a"): 30, ("x", "a"): 20, ("y", "a"): 2}
