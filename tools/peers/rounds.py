@@ -85,7 +85,9 @@ class Rounds:
 
     def run(self, steps, rounds, waves=None):
         """`waves` of requests a round; None: one or two, whatever fits, or two without a limit."""
-        results, number, rehearses = self.results, 0, self.minutes and waves is None
+        results, number = self.results, 0
+        rehearses = (self.minutes and waves is None
+                     and any(step.kind == "streams" for step in steps))
         waves = waves or (1 if self.minutes else 2)
         while number < rounds:
             results.setup.update(rounds=number + 1, waves=waves)

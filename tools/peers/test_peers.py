@@ -186,7 +186,8 @@ class Figures(unittest.TestCase):
 class Budget(unittest.TestCase):
     """A fake clock, which goes on by what each peer's engine or server takes."""
 
-    def compare(self, minutes, engine=(1, 1), one_wave=(10, 20), others=lambda _: 0.0):
+    def compare(self, minutes, engine=(1, 1), one_wave=(10, 20), streams=(4,),
+                others=lambda _: 0.0):
         now, done, awake = [0.0], [], []
 
         def takes(peer, step, seconds):
@@ -208,17 +209,17 @@ class Budget(unittest.TestCase):
                 yield
                 awake.remove(self.name)
 
-        def streams(server, client, streams, requests, *_):
+        def load(server, client, streams, requests, *_):
             self.assertEqual(awake, [server.name])
             takes(server.name, f"{requests} requests", server.seconds * requests / 4)
             return {"out 4": 1.0}
 
         servers = {peer: FakeServer(peer.name, s) for peer, s in zip(peers, one_wave)}
         results = report.Results(peers, dict(SETUP))
-        with unittest.mock.patch.object(measure, "streams_over_http", streams), \
+        with unittest.mock.patch.object(measure, "streams_over_http", load), \
                 contextlib.redirect_stderr(io.StringIO()):
             rounds.Rounds(peers, servers, None, results, lambda: None, minutes, 0.0,
-                          lambda: now[0], lambda: others(now[0])).run(rounds.steps((), (4,)), 5)
+                          lambda: now[0], lambda: others(now[0])).run(rounds.steps((), streams), 5)
         return now[0] / 60, done, results
 
     def test_without_a_limit_there_are_two_waves(self):
@@ -234,6 +235,9 @@ class Budget(unittest.TestCase):
         self.assertEqual(len(results.values["slow"]["out 4"]), 5)
         self.assertEqual((results.setup["waves"], results.setup["rounds"]), (2, 5))
         self.assertLess(passed, 6)
+
+    def test_without_streams_nothing_is_rehearsed(self):
+        self.assertEqual(len(self.compare(60, streams=())[1]), 5 * 2)
 
     def test_one_wave_keeps_the_rehearsal(self):
         passed, done, results = self.compare(5)
