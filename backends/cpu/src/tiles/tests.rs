@@ -1,4 +1,6 @@
-//! Products over tiles in plain Rust give the bits of the lanes, for all forms and shapes.
+//! Products over tiles give the bits of the lanes, for all forms and shapes: tiles in plain Rust
+//! everywhere, and those of AMX where there is one. `tools/amx_emulated` runs this file where there
+//! is none.
 
 use super::*;
 use crate::{CpuBackend, CpuOptions, Path, Precision};
@@ -36,6 +38,16 @@ fn matrix(r: &mut Random, dtype: DType, rows: usize, cols: usize) -> HostTensor 
     HostTensor::new("tiles", dtype, rows, cols, Bytes::from(data)).expect("a matrix")
 }
 
+/// The units of this machine whose products may stand beside the lanes of `path`.
+fn units(path: Path) -> Vec<Unit> {
+    #[cfg(target_arch = "x86_64")]
+    if path == Path::Avx512 && amx::allowed() {
+        return vec![Unit::Soft, Unit::Amx];
+    }
+    // Lanes of `Path::Amx` are those of `Path::Avx512`.
+    if path == Path::Amx { vec![Unit::Amx] } else { vec![Unit::Soft] }
+}
+
 #[test]
 fn tiles_give_the_bits_of_the_lanes() {
     let mut r = Random(7);
@@ -55,7 +67,9 @@ fn tiles_give_the_bits_of_the_lanes() {
                 CpuOptions { threads: 2, precision: Precision::Fast, kv: None, path: Some(path) };
             CpuBackend::new(options).expect("a backend").with_tiles(tiles)
         };
-        let (plain, tiled) = (backend(None), backend(Some(Unit::Soft)));
+        let plain = backend(None);
+        let tiled: Vec<_> =
+            units(path).into_iter().map(|unit| (unit, backend(Some(unit)))).collect();
         for dtype in forms {
             let wide = dtype.block_elements();
             for (outs, blocks, rows) in
@@ -78,9 +92,12 @@ fn tiles_give_the_bits_of_the_lanes() {
                     b.download(&out, &mut host).expect("a download");
                     host.into_iter().map(f32::to_bits).collect::<Vec<_>>()
                 };
-                let (want, got) = (bits(&plain), bits(&tiled));
+                let want = bits(&plain);
                 assert!(want.iter().any(|bits| *bits != 0), "{dtype:?}");
-                assert!(got == want, "{path:?}, {dtype:?} [{outs}, {cols}], {rows} rows");
+                for (unit, tiled) in &tiled {
+                    let shape = format!("{dtype:?} [{outs}, {cols}], {rows} rows");
+                    assert!(bits(tiled) == want, "{unit:?} beside {path:?}, {shape}");
+                }
             }
         }
     }
