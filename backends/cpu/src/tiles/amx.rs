@@ -1,7 +1,7 @@
 //! The AMX leaf. Stable Rust has no intrinsics for it, so the instructions stand in `asm!`.
 //!
-//! It was never run on the machines that this was written on; see the self-check of the module
-//! above, which decides whether it is used.
+//! No machine that this was written on has AMX. It was run on an emulated one (`tools/amx_emulated`);
+//! on a real one the self-check of the module above decides whether it is used.
 
 use super::{CODE_BYTES, SHAPES, TILE_SUMS, Tiles};
 use crate::activations::ActBlock;
