@@ -137,6 +137,15 @@ fn the_self_check_notices_one_wrong_sum() {
     }
 }
 
+/// Without this the rest would pass as well where AMX was asked for and does not come up.
+#[test]
+fn the_path_that_the_environment_names_is_taken() {
+    let path = Path::choose(None).expect("the path that DUNLIN_CPU names");
+    if let Some(name) = std::env::var_os(crate::PATH_VARIABLE) {
+        assert_eq!(name.to_str(), Some(path.name()));
+    }
+}
+
 /// Where there is a unit it must agree, or say that it is off; where there is none, nothing asks it.
 #[test]
 fn amx_is_off_or_right() {
