@@ -199,6 +199,12 @@ pub trait Engine: Send {
         Duration::ZERO
     }
 
+    /// Does `work`, which tells of a step that is over, where it keeps this thread from the next step
+    /// least: at once, or on another thread before the next step has run; in the order of calls.
+    fn beside(&mut self, work: Box<dyn FnOnce() + Send>) {
+        work();
+    }
+
     /// Whether the weights in device memory are still what was loaded.
     fn verify(&self) -> Result<(), EngineError> {
         Ok(())

@@ -93,6 +93,10 @@ impl<B: Backend> Engine for TransformerEngine<B> {
         Ok(StageOutput::Hidden(hidden))
     }
 
+    fn beside(&mut self, work: Box<dyn FnOnce() + Send>) {
+        self.backend.beside(work);
+    }
+
     fn weights(&self) -> Option<(u64, u64)> {
         Some((self.weights.fingerprint()?, self.weights.bytes(self.backend.as_ref())))
     }

@@ -116,6 +116,10 @@ impl Engine for CheckedEngine {
         Ok(output)
     }
 
+    fn beside(&mut self, work: Box<dyn FnOnce() + Send>) {
+        self.inner.beside(work);
+    }
+
     fn verify(&self) -> Result<(), EngineError> {
         self.inner.verify()
     }

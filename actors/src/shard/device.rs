@@ -8,6 +8,7 @@ use crate::engines::Compute;
 use crate::messages::{Place, RequestId};
 use dunlin_model::engine::{Batch, Engine, EngineError, SampleFailure, Sampled, StageOutput};
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 use tokio::sync::mpsc::{UnboundedSender, unbounded_channel};
@@ -58,7 +59,7 @@ impl Device {
         engine: Box<dyn Engine>,
         (wires, feedback): (Wires, Feedback),
         (compute, scrub): (Compute, Scrub),
-        report: impl Fn(Outcome) + Send + 'static,
+        report: impl Fn(Outcome) + Send + Sync + 'static,
     ) -> std::io::Result<Self> {
         if let Compute::Inline { step_cost, token_cost } = compute {
             let (jobs, queue) = unbounded_channel();
@@ -93,8 +94,9 @@ fn serve(
     (mut wires, mut feedback): (Wires, Feedback),
     queue: Receiver<Job>,
     mut scrub: Scrub,
-    report: impl Fn(Outcome),
+    report: impl Fn(Outcome) + Send + Sync + 'static,
 ) {
+    let report = Arc::new(report);
     while let Ok(mut job) = queue.recv() {
         let begun = Instant::now();
         let run = || -> Result<Vec<Sampled>, Failure> {
@@ -106,13 +108,15 @@ fn serve(
         let failure = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(sampled)) => {
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
-                report(Outcome::Done { step: job.step, sampled, micros });
+                let (report, step) = (report.clone(), job.step);
+                engine.beside(Box::new(move || report(Outcome::Done { step, sampled, micros })));
                 continue;
             }
             Ok(Err(failure)) => failure,
             Err(panic) => Failure { reason: format!("panic: {}", panic_text(&*panic)), own: true },
         };
-        report(failure.outcome(&job));
+        let (report, outcome) = (report.clone(), failure.outcome(&job));
+        engine.beside(Box::new(move || report(outcome)));
         // Peers must not see the flows close before this shard has said why: wait for its end.
         while queue.recv().is_ok() {}
         return;

@@ -171,6 +171,10 @@ impl Engine for FaultyEngine {
         result
     }
 
+    fn beside(&mut self, work: Box<dyn FnOnce() + Send>) {
+        self.inner.beside(work);
+    }
+
     fn verify(&self) -> Result<(), EngineError> {
         self.inner.verify()
     }

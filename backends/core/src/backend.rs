@@ -466,6 +466,13 @@ pub trait Backend: Send + Sync + Sized + 'static {
     /// Copies whole KV blocks (copy-on-write), all layers.
     fn kv_copy(&self, kv: &mut Self::Kv, pairs: &[(u32, u32)]) -> Result<(), BackendError>;
 
+    /// Does `work`, which ends a step, where it keeps the calling thread from the next one least: a
+    /// backend with threads that would wait meanwhile lets one of them do it. It is done once, before
+    /// the next step has run, and in the order of calls.
+    fn beside(&self, work: Box<dyn FnOnce() + Send>) {
+        work();
+    }
+
     // What follows serves integrity checks and fault injection; a backend may do without.
 
     /// A [`checksum`](crate::checksum) over the weight's bytes as they lie in device memory; the same

@@ -512,6 +512,10 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
+    fn beside(&self, work: Box<dyn FnOnce() + Send>) {
+        self.inner().pool.beside(work);
+    }
+
     fn kv_copy(&self, kv: &mut CpuKv, pairs: &[(u32, u32)]) -> Result<(), BackendError> {
         kv.copy(pairs)
     }

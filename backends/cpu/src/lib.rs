@@ -14,6 +14,7 @@
 //! knows nothing of models, actors or files.
 
 mod activations;
+mod aside;
 mod attention;
 mod backend;
 mod bind;

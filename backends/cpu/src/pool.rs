@@ -6,6 +6,7 @@
 //! not waited for. A panic in a task reaches the caller after all threads have left the job.
 
 use crate::CpuError;
+use crate::aside::{Aside, Panic, Work};
 use crate::bind::Processors;
 use std::any::Any;
 use std::cell::UnsafeCell;
@@ -40,6 +41,7 @@ struct Shared {
     sleepers: AtomicUsize,
     sleep: Mutex<()>,
     wake: Condvar,
+    aside: Aside,
     processors: Option<Processors>,
 }
 
@@ -73,6 +75,7 @@ impl Pool {
             sleepers: AtomicUsize::new(0),
             sleep: Mutex::new(()),
             wake: Condvar::new(),
+            aside: Aside::default(),
             processors: Processors::of(threads),
         });
         let mut pool = Pool { shared, workers: Vec::with_capacity(threads - 1), generation: 0 };
@@ -92,6 +95,17 @@ impl Pool {
         self.workers.len() + 1
     }
 
+    /// Has a worker do `work` if one is awake, and does it here otherwise. See `aside.rs`.
+    pub fn beside(&self, work: Work) {
+        let s = &*self.shared;
+        let asleep = || s.sleepers.load(Ordering::SeqCst) == self.workers.len();
+        s.keep(s.aside.put(work));
+        // One that fell asleep before it could see the work is not woken for it.
+        if asleep() {
+            s.keep(s.aside.run());
+        }
+    }
+
     /// Calls `f(0) .. f(tasks - 1)`, each once, in any order, on any thread; returns after all.
     pub fn run<F: Fn(usize) + Sync>(&mut self, tasks: usize, f: &F) {
         if tasks <= 1 || self.workers.is_empty() {
@@ -104,6 +118,8 @@ impl Pool {
         }
         let job = Job { call: call::<F>, data: (&raw const *f).cast(), tasks };
         let s = &*self.shared;
+        // Its turn has come, whoever was to do it.
+        s.keep(s.aside.run());
         // SAFETY: the gate is closed and nobody is inside.
         unsafe { *s.job.get() = job };
         s.next.store(0, Ordering::Relaxed);
@@ -135,6 +151,7 @@ impl Drop for Pool {
             // A worker catches the panics of its tasks, so it has none of its own to report.
             let _ = worker.join();
         }
+        self.shared.keep(self.shared.aside.run());
     }
 }
 
@@ -158,6 +175,7 @@ impl Shared {
                 if let Some(generation) = self.try_enter(seen) {
                     return Some(generation);
                 }
+                self.keep(self.aside.run());
                 std::hint::spin_loop();
             }
             if self.stop.load(Ordering::SeqCst) {
@@ -176,6 +194,7 @@ impl Shared {
             if let Some(generation) = self.try_enter(seen) {
                 break Some(generation);
             }
+            self.keep(self.aside.run());
             guard = self.wake.wait(guard).unwrap_or_else(PoisonError::into_inner);
         };
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
@@ -184,6 +203,13 @@ impl Shared {
             processors.release();
         }
         entered
+    }
+
+    /// A panic is for the caller: the next job's end brings it.
+    fn keep(&self, result: Result<(), Panic>) {
+        if let Err(panic) = result {
+            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
+        }
     }
 
     fn try_enter(&self, seen: u64) -> Option<u64> {
@@ -265,6 +291,33 @@ mod tests {
             });
             assert_eq!(sum.load(Ordering::Relaxed), 4950);
         }
+    }
+
+    #[test]
+    fn work_beside_is_done_once_in_order_whoever_is_awake() {
+        for threads in [1, 2, 5] {
+            let mut pool = Pool::new(threads).unwrap();
+            let seen = Arc::new(Mutex::new(Vec::new()));
+            for round in 0..1000 {
+                pool.run(threads, &|_| ());
+                if round % 100 == 0 {
+                    std::thread::sleep(Duration::from_millis(2));
+                }
+                let seen = seen.clone();
+                pool.beside(Box::new(move || seen.lock().unwrap().push(round)));
+            }
+            drop(pool);
+            assert_eq!(*seen.lock().unwrap(), (0..1000).collect::<Vec<_>>());
+        }
+    }
+
+    #[test]
+    fn a_panic_beside_reaches_the_next_job() {
+        let mut pool = Pool::new(2).unwrap();
+        pool.beside(Box::new(|| panic!("as told")));
+        let caught = catch_unwind(AssertUnwindSafe(|| pool.run(2, &|_| ())));
+        assert!(caught.is_err());
+        pool.run(2, &|_| ());
     }
 
     #[test]
