@@ -1,13 +1,18 @@
 //! What the ops of one transformer cost on this machine, op by op, beside what memory can deliver.
 //!
-//! `cargo bench -p dunlin-cpu --bench kernels -- [threads] [fast|exact] [prefill] [f32|f16|int8]`:
+//! `cargo bench -p dunlin-cpu --bench kernels -- [threads] [fast|exact] [decode|chunks|prefill]
+//! [f32|f16|int8]`:
 //! a random model in the shape of SmolLM2-135M (Q4_1, Q8_0 head), decoded and prefilled with
 //! synthetic activations; figures are the best of several runs, since other work only ever adds
 //! time. On one thread the clock is that thread's own processor time, which a busy machine hardly
 //! disturbs. `DUNLIN_CPU` chooses the instruction path.
 //!
 //! Prefill is compared with the fastest integer product measured in the same run: weights of one
-//! kind that stay in the second-level cache, 64 rows, the same arithmetic and the same bits.
+//! kind that stay in the second-level cache, 64 rows, the same arithmetic and the same bits. Attention is
+//! compared with multiply-adds of float32 in registers, and a step of many rows with both: the share
+//! of its time that it would take if products and attention ran at these rates.
+//!
+//! `chunks`: a few tokens of a long prompt beside 8 streams that decode, and what a token adds.
 
 use bytes::Bytes;
 use dunlin_backend::quant::dequantize_row;
@@ -17,6 +22,7 @@ use dunlin_backend::{
 };
 use dunlin_cpu::{CpuBackend, CpuKv, CpuOptions, CpuTensor, CpuWeight, Precision};
 use std::collections::BTreeMap;
+use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
@@ -64,20 +70,93 @@ fn main() {
         let kv = options.kv_dtype().name();
         println!("\n{} ({precision:?}, {kv} KV)", b.info().description);
         naive_twin(&b);
-        let rate = product_rate(&b);
+        let bounds = Bounds { bandwidth, products: product_rate(&b), floats: float_rate(threads) };
+        println!("multiply-adds of float32 in registers: {:.0} GFLOP/s", bounds.floats / 1e9);
         let mut m = Model::new(&b);
         println!("weights: {:.1} MB", m.bytes as f64 / 1e6);
-        let prefill = only("prefill");
-        let decode = [(1, 0), (1, 255), (1, 1000), (1, 4000), (4, 255), (16, 255), (32, 255)];
-        if !prefill {
-            for (sequences, past) in decode {
-                m.measure(Step { sequences, rows: 1, past }, bandwidth, rate);
+        let some = ["decode", "chunks", "prefill"].into_iter().any(only);
+        if !some || only("decode") {
+            for (sequences, past) in
+                [(1, 0), (1, 255), (1, 1000), (1, 4000), (4, 255), (16, 255), (32, 255)]
+            {
+                m.measure(&Step { decodes: sequences, at: past, chunk: 0, past: 0 }, &bounds);
             }
         }
-        for past in [0, 3584] {
-            m.measure(Step { sequences: 1, rows: 512, past }, bandwidth, rate);
+        if !some || only("chunks") {
+            for (chunk, past) in [(9, 500), (9, 2000), (9, 3900), (4, 2000), (32, 2000)] {
+                m.measure(&Step { decodes: 8, at: 255, chunk, past }, &bounds);
+            }
+        }
+        if !some || only("prefill") {
+            for past in [0, 3584] {
+                m.measure(&Step { decodes: 0, at: 0, chunk: 512, past }, &bounds);
+            }
         }
     }
+}
+
+/// What this machine does at best, a second.
+struct Bounds {
+    /// Bytes read.
+    bandwidth: f64,
+    /// Operations of integer products, and of float32.
+    products: f64,
+    floats: f64,
+}
+
+/// Multiply-adds of float32 a second, twice, that all threads together do in registers.
+fn float_rate(threads: usize) -> f64 {
+    const ROUNDS: usize = 400_000;
+    let mut best = f64::MAX;
+    let mut lanes = 0;
+    for _ in 0..5 {
+        let start = now();
+        let one = || {
+            #[cfg(target_arch = "x86_64")]
+            if is_x86_feature_detected!("avx512f") {
+                // SAFETY: the processor has it.
+                return unsafe { wide_chains(ROUNDS) };
+            }
+            chains::<8>(ROUNDS)
+        };
+        lanes = std::thread::scope(|s| {
+            let others: Vec<_> = (1..threads).map(|_| s.spawn(one)).collect();
+            let mine = one();
+            others.into_iter().for_each(|o| assert_eq!(o.join().expect("no panic"), mine));
+            mine
+        });
+        best = best.min((now() - start).as_secs_f64());
+    }
+    (2 * CHAINS * lanes * ROUNDS * threads) as f64 / best
+}
+
+/// Sums that do not wait for each other.
+const CHAINS: usize = 12;
+
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f")]
+unsafe fn wide_chains(rounds: usize) -> usize {
+    use std::arch::x86_64::*;
+    let (x, mut sums) = (_mm512_set1_ps(black_box(0.5)), [_mm512_set1_ps(1.0); CHAINS]);
+    for _ in 0..rounds {
+        for s in &mut sums {
+            *s = _mm512_fmadd_ps(*s, x, x);
+        }
+    }
+    black_box(sums);
+    16
+}
+
+/// As many in plain Rust, which takes what the target has without asking.
+fn chains<const LANES: usize>(rounds: usize) -> usize {
+    let (x, mut sums) = (black_box(0.5f32), [[1.0f32; LANES]; CHAINS]);
+    for _ in 0..rounds {
+        for s in sums.as_flattened_mut() {
+            *s = s.mul_add(x, x);
+        }
+    }
+    black_box(sums);
+    LANES
 }
 
 /// Bytes per second that all threads together read from a buffer larger than the caches.
@@ -95,7 +174,7 @@ fn read_bandwidth(threads: usize) -> f64 {
                             *s = s.wrapping_add(*c);
                         }
                     }
-                    std::hint::black_box(sums)
+                    black_box(sums)
                 });
             }
         });
@@ -120,7 +199,7 @@ fn naive_twin(b: &CpuBackend) {
         for r in 0..INNER {
             dequantize_row(t.dtype, t.row(r), &mut row);
             let sum: f32 = row.iter().zip(&data).map(|(w, x)| w * x).sum();
-            std::hint::black_box(sum);
+            black_box(sum);
         }
     });
     let ratio = naive.as_secs_f64() / fast.as_secs_f64();
@@ -171,11 +250,50 @@ fn matrix(seed: u64, dtype: DType, rows: usize, cols: usize) -> HostTensor {
     HostTensor::new("bench", dtype, rows, cols, Bytes::from(data)).expect("whole blocks")
 }
 
-/// Sequences of some rows each, on top of `past` tokens each.
+/// Sequences that decode on top of `at` tokens each, and behind them a chunk of a prompt of which
+/// `past` tokens are done.
 struct Step {
-    sequences: usize,
-    rows: usize,
+    decodes: usize,
+    at: usize,
+    chunk: usize,
     past: usize,
+}
+
+impl Step {
+    fn rows(&self) -> usize {
+        self.decodes + self.chunk
+    }
+
+    /// Rows whose logits are wanted: a chunk by itself is the end of its prompt.
+    fn drawn(&self) -> usize {
+        if self.decodes == 0 { 1 } else { self.decodes }
+    }
+
+    fn seqs(&self) -> Vec<SeqRows> {
+        let each = (self.at + 1).div_ceil(16) as u32;
+        let blocks =
+            |first: u32, tokens: usize| (first..first + tokens.div_ceil(16) as u32).collect();
+        let decoding = (0..self.decodes).map(|i| SeqRows {
+            rows: i..i + 1,
+            position: self.at,
+            blocks: blocks(i as u32 * each, self.at + 1),
+        });
+        let chunk = SeqRows {
+            rows: self.decodes..self.rows(),
+            position: self.past,
+            blocks: blocks(self.decodes as u32 * each, self.past + self.chunk),
+        };
+        decoding.chain((self.chunk > 0).then_some(chunk)).collect()
+    }
+
+    /// Operations of products and of attention.
+    fn work(&self) -> (f64, f64) {
+        let layers = LAYERS * HIDDEN * (2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * INNER);
+        let chunk: usize = (self.past + 1..=self.past + self.chunk).sum();
+        let keys = chunk + self.decodes * (self.at + 1);
+        let products = 2.0 * (self.rows() * layers + self.drawn() * VOCAB * HIDDEN) as f64;
+        (products, 4.0 * (LAYERS * HEADS * HEAD_DIM * keys) as f64)
+    }
 }
 
 struct Layer {
@@ -260,74 +378,78 @@ impl<'a> Model<'a> {
         Self { b, layers, head, norm, kv, bytes, params, rope }
     }
 
-    fn measure(&mut self, step: Step, bandwidth: f64, rate: f64) {
-        let mut best = (Duration::MAX, BTreeMap::new());
-        let runs = if step.rows > 16 { 4 } else { 20 };
-        for _ in 0..runs {
-            let mut times = BTreeMap::new();
-            let start = now();
-            self.step(&step, &mut times);
-            best = best.min((now() - start, times));
+    fn measure(&mut self, step: &Step, bounds: &Bounds) {
+        let alone = Step { chunk: 0, ..*step };
+        let added = step.chunk > 0 && step.decodes > 0;
+        let (mut best, mut without) = ((Duration::MAX, BTreeMap::new()), Duration::MAX);
+        for _ in 0..if step.chunk > 32 { 4 } else { 20 } {
+            if added {
+                without = without.min(self.timed(&alone).0);
+            }
+            best = best.min(self.timed(step));
         }
         let (total, times) = best;
         let seconds = total.as_secs_f64();
-        let rows = step.sequences * step.rows;
-        println!(
-            "{} x {} rows after {}: {:.2} ms, {:.0} tokens/s",
-            step.sequences,
-            step.rows,
-            step.past,
-            seconds * 1e3,
-            rows as f64 / seconds
-        );
+        let rows = step.rows();
+        match step.decodes {
+            0 => print!("{} rows after {}", step.chunk, step.past),
+            n => print!("{n} sequences at {}", step.at),
+        }
+        if added {
+            print!(" and {} rows after {}", step.chunk, step.past);
+        }
+        println!(": {:.2} ms, {:.0} tokens/s", seconds * 1e3, rows as f64 / seconds);
         let list: Vec<String> =
             times.iter().map(|(k, t)| format!("{k} {:.2}", t.as_secs_f64() * 1e3)).collect();
         println!("    ms: {}", list.join(", "));
-        if step.rows == 1 {
-            let read = self.bytes as f64 / seconds;
-            let share = 100.0 * read / bandwidth;
-            println!("    weights at {:.1} GB/s, {share:.0} % of reading", read / 1e9);
-            return;
+        if added {
+            let each = total.saturating_sub(without).as_secs_f64() * 1e3 / step.chunk as f64;
+            println!(
+                "    without the chunk {:.2} ms: {each:.2} ms a token of it",
+                without.as_secs_f64() * 1e3
+            );
         }
-        let layers = LAYERS * HIDDEN * (2 * (HEADS + KV_HEADS) * HEAD_DIM + 3 * INNER);
-        let keys: usize = (step.past + 1..=step.past + step.rows).sum();
-        let products = 2.0 * (rows * layers + VOCAB * HIDDEN) as f64;
-        let attention = 4.0 * (LAYERS * HEADS * HEAD_DIM * keys) as f64;
+        if step.chunk == 0 {
+            let read = self.bytes as f64 / seconds;
+            let share = 100.0 * read / bounds.bandwidth;
+            println!("    weights at {:.1} GB/s, {share:.0} % of reading", read / 1e9);
+        }
+        let (products, attention) = step.work();
+        let bound = products / bounds.products + attention / bounds.floats;
         println!(
             "    products {:.1} GOP, attention {:.1} GFLOP: {:.0} % of the best product's rate \
-             ({:.0} % with attention)",
+             ({:.0} % with attention), {:.0} % of both bounds",
             products / 1e9,
             attention / 1e9,
-            100.0 * products / seconds / rate,
-            100.0 * (products + attention) / seconds / rate
+            100.0 * products / seconds / bounds.products,
+            100.0 * (products + attention) / seconds / bounds.products,
+            100.0 * bound / seconds
         );
+    }
+
+    fn timed(&mut self, step: &Step) -> (Duration, BTreeMap<&'static str, Duration>) {
+        let mut times = BTreeMap::new();
+        let start = now();
+        self.step(step, &mut times);
+        (now() - start, times)
     }
 
     /// The ops of one forward pass.
     fn step(&mut self, step: &Step, t: &mut BTreeMap<&'static str, Duration>) {
         let b = self.b;
-        let rows = step.sequences * step.rows;
+        let (rows, drawn, seqs) = (step.rows(), step.drawn(), step.seqs());
         let tensor = |cols| b.tensor(rows, cols).expect("tensor");
         let (mut x, mut y, mut n) = (tensor(HIDDEN), tensor(HIDDEN), tensor(HIDDEN));
         let mut q = tensor(HEADS * HEAD_DIM);
         let (mut k, mut v) = (tensor(KV_HEADS * HEAD_DIM), tensor(KV_HEADS * HEAD_DIM));
         let (mut a, mut g, mut u) = (tensor(HEADS * HEAD_DIM), tensor(INNER), tensor(INNER));
-        let drawn = step.sequences;
         let some = |cols| b.tensor(drawn, cols).expect("tensor");
         let (mut last, mut last_normed) = (some(HIDDEN), some(HIDDEN));
         let mut logits = b.tensor(drawn, VOCAB).expect("tensor");
         let ids: Vec<u32> = (0..rows as u32).collect();
-        let each = (step.past + step.rows).div_ceil(16) as u32;
-        let seqs: Vec<SeqRows> = (0..step.sequences)
-            .map(|i| SeqRows {
-                rows: i * step.rows..(i + 1) * step.rows,
-                position: step.past,
-                blocks: (i as u32 * each..(i as u32 + 1) * each).collect(),
-            })
-            .collect();
-        let lasts: Vec<u32> = seqs.iter().map(|s| s.rows.end as u32 - 1).collect();
-        let positions: Vec<u32> =
-            (0..rows).map(|row| (step.past + row % step.rows) as u32).collect();
+        let lasts: Vec<u32> = seqs.iter().map(|s| s.rows.end as u32 - 1).take(drawn).collect();
+        let position = |s: &SeqRows| s.position as u32..(s.position + s.rows.len()) as u32;
+        let positions: Vec<u32> = seqs.iter().flat_map(position).collect();
         let params = &self.params;
         let norm = Norm { weight: &self.norm, cols: HIDDEN, eps: 1e-5 };
         book(t, "embed", || b.embed(&self.head, &ids, 1.0, &mut x).expect("embed"));
