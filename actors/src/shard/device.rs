@@ -97,6 +97,10 @@ fn serve(
     report: impl Fn(Outcome) + Send + Sync + 'static,
 ) {
     let report = Arc::new(report);
+    let tell = |engine: &mut dyn Engine, outcome: Outcome| {
+        let report = report.clone();
+        engine.beside(Box::new(move || report(outcome)));
+    };
     while let Ok(mut job) = queue.recv() {
         let begun = Instant::now();
         let run = || -> Result<Vec<Sampled>, Failure> {
@@ -108,15 +112,13 @@ fn serve(
         let failure = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(sampled)) => {
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
-                let (report, step) = (report.clone(), job.step);
-                engine.beside(Box::new(move || report(Outcome::Done { step, sampled, micros })));
+                tell(&mut *engine, Outcome::Done { step: job.step, sampled, micros });
                 continue;
             }
             Ok(Err(failure)) => failure,
             Err(panic) => Failure { reason: format!("panic: {}", panic_text(&*panic)), own: true },
         };
-        let (report, outcome) = (report.clone(), failure.outcome(&job));
-        engine.beside(Box::new(move || report(outcome)));
+        tell(&mut *engine, failure.outcome(&job));
         // Peers must not see the flows close before this shard has said why: wait for its end.
         while queue.recv().is_ok() {}
         return;

@@ -98,10 +98,9 @@ impl Pool {
     /// Has a worker do `work` if one is awake, and does it here otherwise. See `aside.rs`.
     pub fn beside(&self, work: Work) {
         let s = &*self.shared;
-        let asleep = || s.sleepers.load(Ordering::SeqCst) == self.workers.len();
         s.keep(s.aside.put(work));
         // One that fell asleep before it could see the work is not woken for it.
-        if asleep() {
+        if s.sleepers.load(Ordering::SeqCst) == self.workers.len() {
             s.keep(s.aside.run());
         }
     }
@@ -205,7 +204,7 @@ impl Shared {
         entered
     }
 
-    /// A panic is for the caller: the next job's end brings it.
+    /// A panic is for the caller: the end of the job, or of the next one, brings it.
     fn keep(&self, result: Result<(), Panic>) {
         if let Err(panic) = result {
             *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
@@ -233,11 +232,12 @@ impl Shared {
                 unsafe { (job.call)(job.data, task) };
             }
         });
-        if let Err(panic) = catch_unwind(tasks) {
+        let done = catch_unwind(tasks);
+        if done.is_err() {
             // Nobody need start what is left.
             self.next.store(job.tasks, Ordering::Relaxed);
-            *self.panic.lock().unwrap_or_else(PoisonError::into_inner) = Some(panic);
         }
+        self.keep(done);
     }
 
     fn wait_until_left(&self) {
