@@ -74,6 +74,16 @@ def last_line(text):
     return lines[-1][:200] if lines else "it printed nothing"
 
 
+def stat(pid, proc="/proc"):
+    """The fields of a process's `stat` behind its name, its state first; None if it is gone."""
+    try:
+        text = pathlib.Path(proc, str(pid), "stat").read_text()
+    except OSError:
+        return None
+    # The name in parentheses may hold anything.
+    return text.rsplit(")", 1)[1].split()
+
+
 class Tree:
     """A process and all that it starts."""
 
@@ -107,14 +117,10 @@ class Tree:
         """The ids of the process, of its session and of all that descend from them."""
         children, members = {}, {self.child.pid}
         for entry in os.listdir("/proc"):
-            if not entry.isdigit():
+            fields = stat(entry) if entry.isdigit() else None
+            if not fields:
                 continue
-            try:
-                stat = pathlib.Path(f"/proc/{entry}/stat").read_text()
-            except OSError:
-                continue
-            # The name in parentheses may hold anything.
-            _, parent, _, session = stat.rsplit(")", 1)[1].split()[:4]
+            _, parent, _, session = fields[:4]
             children.setdefault(int(parent), []).append(int(entry))
             if int(session) == self.child.pid:
                 members.add(int(entry))
@@ -141,13 +147,7 @@ class Tree:
 
     def processor_seconds(self):
         """Processor time that the living processes have used."""
-        ticks = 0
-        for pid in self.members():
-            try:
-                stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-            except OSError:
-                continue
-            ticks += sum(map(int, stat.rsplit(")", 1)[1].split()[11:13]))
+        ticks = sum(sum(map(int, (stat(pid) or [])[11:13])) for pid in self.members())
         return ticks / os.sysconf("SC_CLK_TCK")
 
     @classmethod
@@ -162,11 +162,7 @@ class Tree:
         for entry in os.listdir(proc):
             if not entry.isdigit() or int(entry) in ours:
                 continue
-            try:
-                stat = pathlib.Path(proc, entry, "stat").read_text()
-            except OSError:
-                continue
-            ticks += sum(map(int, stat.rsplit(")", 1)[1].split()[11:15]))
+            ticks += sum(map(int, (stat(entry, proc) or [])[11:15]))
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def why_ended(self):
@@ -222,10 +218,8 @@ class Tree:
 
 def runs(pid):
     """Whether there is such a process, and not only its exit code."""
-    try:
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
+    fields = stat(pid)
+    return fields is not None and fields[0] != "Z"
 
 
 class MemoryWatch:
