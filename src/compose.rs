@@ -123,8 +123,12 @@ async fn node(
 ) -> Result<Node> {
     let membership = &config.membership;
     let (heartbeat_ms, lease_ms) = (membership.heartbeat_ms, membership.lease_ms);
-    let mut quic =
-        QuicOptions { idle_ms: lease_ms, keep_alive_ms: heartbeat_ms, ..QuicOptions::default() };
+    let mut quic = QuicOptions {
+        idle_ms: lease_ms,
+        keep_alive_ms: heartbeat_ms,
+        local_lanes: config.cluster.local_lanes,
+        ..QuicOptions::default()
+    };
     let mut options = node_options(config, name, own);
     options.incarnation = incarnation;
     options.faults = armed.map(|armed| armed.inside.faults()).unwrap_or_default();

@@ -12,7 +12,7 @@ use crate::lane::{Draft, LaneError, LaneIn, LaneOut};
 use crate::options::{Limits, ms};
 use crate::peer::PeerShell;
 use crate::signal::Signal;
-use crate::transport::{BoxFuture, CloseCode, CloseReason, LaneClass, Link, LinkError};
+use crate::transport::{BoxFuture, CloseCode, CloseReason, LaneClass, Late, Link, LinkError};
 use bytes::Bytes;
 use parking_lot::Mutex;
 use std::collections::BTreeMap;
@@ -20,9 +20,9 @@ use std::future::poll_fn;
 use std::pin::pin;
 use std::sync::Arc;
 use std::task::Poll;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tokio::runtime::Handle;
-use tokio::sync::mpsc;
+use tokio::sync::{OwnedMutexGuard, mpsc};
 
 /// Names a flow between two nodes and one direction; both ends derive it from the same plan.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -225,6 +225,8 @@ pub struct FlowReceiver {
     slot: Arc<Slot>,
     events: mpsc::Receiver<Event>,
     handle: Handle,
+    /// The lane that feeds this receiver, where it reads the lane itself.
+    lane: Option<Feed>,
     /// The link over which the flow's lane is expected, once there was one.
     link: Option<u64>,
     /// The last link whose end was reported; later links have higher numbers.
@@ -235,7 +237,7 @@ impl FlowReceiver {
     pub(crate) fn new(peer: Arc<PeerShell>, flow: FlowId, handle: Handle) -> Self {
         let (slot, events) = peer.flows.claim(flow);
         let link = peer.view.with(|view| view.as_ref().map(|view| view.token));
-        Self { peer, flow, slot, events, handle, link, over: None }
+        Self { peer, flow, slot, events, handle, lane: None, link, over: None }
     }
 
     /// The next frame. Cancel-safe: a dropped future loses no frame.
@@ -243,6 +245,19 @@ impl FlowReceiver {
     /// A lane tells of its link's end by itself. Where the lane's first frame was lost with the
     /// link there is no lane to tell it, so the link is watched as well.
     pub async fn recv(&mut self) -> Result<FlowFrame, FlowError> {
+        loop {
+            let event = match &mut self.lane {
+                Some(lane) => Ok(lane.next().await),
+                None => self.event().await,
+            };
+            if let Some(result) = self.take(event) {
+                return result;
+            }
+        }
+    }
+
+    /// What a lane's task tells, or that the link has gone which was to bring the first lane.
+    async fn event(&mut self) -> Result<Event, FlowError> {
         let (peer, flow) = (&self.peer, self.flow.0);
         loop {
             let before = self.link;
@@ -250,9 +265,9 @@ impl FlowReceiver {
                 let now = view.as_ref().map(|view| view.token);
                 (now != before).then_some(now)
             });
-            let event = tokio::select! {
+            tokio::select! {
                 biased;
-                event = self.events.recv() => event,
+                event = self.events.recv() => return Ok(event.unwrap_or(Event::Finished)),
                 now = changed => {
                     self.link = now;
                     // While a lane feeds the receiver, it tells.
@@ -263,20 +278,40 @@ impl FlowReceiver {
                     let reason = "the link ended before the flow's first frame".to_owned();
                     return Err(FlowError::LinkDown { peer: peer.name.clone(), flow, reason });
                 }
-            };
-            match event {
-                Some(Event::Frame(incarnation, frame)) if incarnation >= peer.incarnation() => {
-                    return Ok(frame);
+            }
+        }
+    }
+
+    /// The result that an event is, if it is one.
+    fn take(&mut self, event: Result<Event, FlowError>) -> Option<Result<FlowFrame, FlowError>> {
+        let (peer, flow) = (&self.peer, self.flow.0);
+        let event = match event {
+            Ok(event) => event,
+            Err(error) => return Some(Err(error)),
+        };
+        match event {
+            Event::Lane(lane) => {
+                self.lane = Some(*lane);
+                None
+            }
+            Event::Frame(incarnation, frame) if incarnation >= peer.incarnation() => {
+                Some(Ok(frame))
+            }
+            Event::Frame(..) => {
+                peer.guard.refused(peer.name.as_str(), "stale_flow");
+                None
+            }
+            Event::Broken(link, reason) => {
+                self.lane = None;
+                if Some(link) <= self.over {
+                    return None;
                 }
-                Some(Event::Frame(..)) => peer.guard.refused(peer.name.as_str(), "stale_flow"),
-                Some(Event::Broken(link, _)) if Some(link) <= self.over => {}
-                Some(Event::Broken(link, reason)) => {
-                    self.over = Some(link);
-                    return Err(FlowError::LinkDown { peer: peer.name.clone(), flow, reason });
-                }
-                Some(Event::Finished) | None => {
-                    return Err(FlowError::Closed { peer: peer.name.clone(), flow });
-                }
+                self.over = Some(link);
+                Some(Err(FlowError::LinkDown { peer: peer.name.clone(), flow, reason }))
+            }
+            Event::Finished => {
+                self.lane = None;
+                Some(Err(FlowError::Closed { peer: peer.name.clone(), flow }))
             }
         }
     }
@@ -293,18 +328,35 @@ impl FlowReceiver {
 
     /// [`Self::recv`] for device threads, bounded in time; panics on a tokio worker thread.
     pub fn blocking_recv(&mut self, deadline: Duration) -> Result<FlowFrame, FlowError> {
-        let handle = self.handle.clone();
-        handle.block_on(async {
-            // Looked at first, so that a frame which is there costs no timer.
-            match tokio::time::timeout(deadline, self.recv()).await {
-                Ok(result) => result,
-                Err(_) => Err(FlowError::Deadline {
+        let (until, handle) = (Instant::now() + deadline, self.handle.clone());
+        loop {
+            let event = match &mut self.lane {
+                Some(lane) => lane.next_until(until).map(Ok),
+                // Looked at first, so that a frame which is there costs no timer.
+                None => handle.block_on(async {
+                    let left = until.saturating_duration_since(Instant::now());
+                    tokio::time::timeout(left, self.event()).await.ok()
+                }),
+            };
+            let Some(event) = event else {
+                return Err(FlowError::Deadline {
                     peer: self.peer.name.clone(),
                     flow: self.flow.0,
                     after_ms: deadline.as_millis() as u64,
-                }),
+                });
+            };
+            if let Some(result) = self.take(event) {
+                return result;
             }
-        })
+        }
+    }
+
+    /// [`Self::try_recv`] for device threads; panics on a tokio worker thread.
+    pub fn blocking_try_recv(&mut self) -> Option<Result<FlowFrame, FlowError>> {
+        match self.blocking_recv(Duration::ZERO) {
+            Err(FlowError::Deadline { .. }) => None,
+            result => Some(result),
+        }
     }
 }
 
@@ -316,6 +368,8 @@ impl Drop for FlowReceiver {
 
 enum Event {
     Frame(Incarnation, FlowFrame),
+    /// A lane for the receiver to read by itself; it tells the rest.
+    Lane(Box<Feed>),
     /// The link of this number ended.
     Broken(u64, String),
     Finished,
@@ -327,7 +381,60 @@ struct Slot {
     rx: Mutex<Option<mpsc::Receiver<Event>>>,
     claimed: Signal<bool>,
     /// Held by the lane that feeds the receiver: a reopened flow waits for the end of the old.
-    turn: tokio::sync::Mutex<()>,
+    turn: Arc<tokio::sync::Mutex<()>>,
+}
+
+/// A lane that feeds a receiver.
+struct Feed {
+    peer: Arc<PeerShell>,
+    flow: FlowId,
+    incarnation: Incarnation,
+    source: LaneIn,
+    link: Arc<dyn Link>,
+    token: u64,
+    _turn: OwnedMutexGuard<()>,
+}
+
+impl Feed {
+    fn limit(&self) -> usize {
+        self.peer.limits.flow_frame_bytes.saturating_add(FLOW_HEAD)
+    }
+
+    async fn next(&mut self) -> Event {
+        let received = self.source.recv(self.limit()).await;
+        self.judge(received)
+    }
+
+    /// [`Self::next`] for threads; `None` if nothing came in time.
+    fn next_until(&mut self, until: Instant) -> Option<Event> {
+        match self.source.recv_until(self.limit(), until) {
+            Ok(Err(Late)) => None,
+            Ok(Ok(received)) => Some(self.judge(Ok(received))),
+            Err(error) => Some(self.judge(Err(error))),
+        }
+    }
+
+    fn judge(&self, received: Result<Option<Bytes>, LaneError>) -> Event {
+        let peer = &self.peer;
+        peer.heard();
+        let read = match received {
+            Ok(Some(bytes)) => frame::read_flow(bytes),
+            Ok(None) => return Event::Finished,
+            Err(LaneError::Frame(error)) => Err(error),
+            Err(LaneError::Link(error)) => return Event::Broken(self.token, error.to_string()),
+        };
+        match read {
+            Ok((epoch, step, tag, payload)) => {
+                Event::Frame(self.incarnation, FlowFrame { epoch, step, tag, payload })
+            }
+            Err(error) => {
+                peer.guard.refused(peer.name.as_str(), error.kind());
+                let text = format!("flow {:016x}: {error}", self.flow.0);
+                self.link.close(CloseReason::new(CloseCode::Protocol, text.clone()));
+                Event::Broken(self.token, text)
+            }
+        }
+    }
 }
 
 /// The flows that come from one peer.
@@ -347,7 +454,7 @@ impl Flows {
             tx,
             rx: Mutex::new(Some(rx)),
             claimed: Signal::new(false),
-            turn: tokio::sync::Mutex::new(()),
+            turn: Arc::default(),
         })
     }
 
@@ -388,10 +495,11 @@ impl Flows {
         }
     }
 
-    /// Feeds the receiver from a lane until either ends. Nothing is read before there is a
-    /// receiver: until then the peer's frames wait on its side.
+    /// Feeds the receiver from a lane until either ends, or gives it the lane if it can read it
+    /// itself. Nothing is read before there is a receiver: until then the peer's frames wait on its
+    /// side.
     pub async fn pump(
-        peer: &PeerShell,
+        peer: &Arc<PeerShell>,
         flow: FlowId,
         incarnation: Incarnation,
         mut source: LaneIn,
@@ -407,42 +515,31 @@ impl Flows {
         let slot = flows.slot(flow);
         let ready = async {
             slot.claimed.until(|claimed| claimed.then_some(())).await;
-            slot.turn.lock().await
+            slot.turn.clone().lock_owned().await
         };
-        let _turn = tokio::select! {
+        let turn = tokio::select! {
             biased;
             turn = ready => turn,
             _ = link.closed() => return flows.forget_unclaimed(flow, &slot),
         };
-        let limit = flows.limits.flow_frame_bytes.saturating_add(FLOW_HEAD);
-        let end = loop {
-            let received = tokio::select! {
+        let itself = source.is_blocking();
+        let mut feed =
+            Feed { peer: peer.clone(), flow, incarnation, source, link, token, _turn: turn };
+        if itself {
+            let _ = slot.tx.send(Event::Lane(Box::new(feed))).await;
+            return;
+        }
+        loop {
+            let event = tokio::select! {
                 biased;
                 _ = slot.tx.closed() => return,
-                received = source.recv(limit) => received,
+                event = feed.next() => event,
             };
-            peer.heard();
-            let read = match received {
-                Ok(Some(bytes)) => frame::read_flow(bytes),
-                Ok(None) => break Event::Finished,
-                Err(LaneError::Frame(error)) => Err(error),
-                Err(LaneError::Link(error)) => break Event::Broken(token, error.to_string()),
-            };
-            let event = match read {
-                Ok((epoch, step, tag, payload)) => {
-                    Event::Frame(incarnation, FlowFrame { epoch, step, tag, payload })
-                }
-                Err(error) => {
-                    peer.guard.refused(peer.name.as_str(), error.kind());
-                    let text = format!("flow {:016x}: {error}", flow.0);
-                    link.close(CloseReason::new(CloseCode::Protocol, text.clone()));
-                    break Event::Broken(token, text);
-                }
-            };
-            if incarnation < peer.incarnation() || slot.tx.send(event).await.is_err() {
+            let over = !matches!(event, Event::Frame(..));
+            let stale = !over && incarnation < peer.incarnation();
+            if stale || slot.tx.send(event).await.is_err() || over {
                 return;
             }
-        };
-        let _ = slot.tx.send(end).await;
+        }
     }
 }

@@ -9,11 +9,14 @@ use crate::address::NodeName;
 use crate::faults::{Action, Fact, Faults, Site, names};
 use crate::frame::{self, ENVELOPE, FrameError};
 use crate::mutation::mutated;
-use crate::transport::{FrameSink, FrameSource, LaneClass, Link, LinkError, OutFrame};
+use crate::transport::{
+    FrameSink, FrameSource, LaneClass, Late, Link, LinkError, OutFrame, Timely,
+};
 use bytes::{Buf, Bytes, BytesMut};
 use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
 /// Frames kept for `Action::Stale`, and their bytes together, while a hook is armed.
 const KEPT_FRAMES: usize = 4;
@@ -245,18 +248,46 @@ impl LaneIn {
         loop {
             let received = self.source.recv(limit.saturating_add(ENVELOPE)).await;
             let Some(frame) = received.map_err(LaneError::Link)? else { return Ok(None) };
-            let (number, content) = frame::open(frame).map_err(LaneError::Frame)?;
-            if number < self.next && !mutated("accept-stale-flow") {
-                self.guard.refused(&self.from, "duplicate");
-                continue;
+            if let Some(content) = self.judge(frame)? {
+                return Ok(Some(content));
             }
-            if number > self.next {
-                let expected = self.next;
-                return Err(LaneError::Frame(FrameError::Gap { number, expected }));
-            }
-            self.next = self.next.max(number + 1);
-            return Ok(Some(content));
         }
+    }
+
+    /// Whether [`Self::recv_until`] can be used.
+    pub fn is_blocking(&mut self) -> bool {
+        self.source.blocking().is_some()
+    }
+
+    /// [`Self::recv`] for threads that may block, where [`Self::is_blocking`].
+    pub fn recv_until(&mut self, limit: usize, until: Instant) -> Result<Timely, LaneError> {
+        loop {
+            let Some(source) = self.source.blocking() else { return Ok(Err(Late)) };
+            let received = source.recv_until(limit.saturating_add(ENVELOPE), until);
+            let frame = match received.map_err(LaneError::Link)? {
+                Ok(Some(frame)) => frame,
+                Ok(None) => return Ok(Ok(None)),
+                Err(Late) => return Ok(Err(Late)),
+            };
+            if let Some(content) = self.judge(frame)? {
+                return Ok(Ok(Some(content)));
+            }
+        }
+    }
+
+    /// The content of a frame; `None` if it came before.
+    fn judge(&mut self, frame: Bytes) -> Result<Option<Bytes>, LaneError> {
+        let (number, content) = frame::open(frame).map_err(LaneError::Frame)?;
+        if number < self.next && !mutated("accept-stale-flow") {
+            self.guard.refused(&self.from, "duplicate");
+            return Ok(None);
+        }
+        if number > self.next {
+            let expected = self.next;
+            return Err(LaneError::Frame(FrameError::Gap { number, expected }));
+        }
+        self.next = self.next.max(number + 1);
+        Ok(Some(content))
     }
 }
 

@@ -58,6 +58,9 @@ pub struct ClusterSection {
     pub precision: Precision,
     /// Certificates, logs, incarnations; relative to the file's folder. Default `.dunlin`.
     pub state_dir: PathBuf,
+    /// Between processes of one machine messages and activations take Unix sockets. `false`: QUIC
+    /// there as well. Default true.
+    pub local_lanes: bool,
     /// Keys of the HTTP API; empty (the default) lets everybody in.
     pub api_keys: Vec<ApiKey>,
 }

@@ -72,9 +72,10 @@ fn cluster(
         word => return Err(unknown_word(&table, "precision", word, &["fast", "exact"])),
     };
     let state_dir = PathBuf::from(table.string("state_dir")?.unwrap_or(".dunlin"));
+    let local_lanes = table.boolean("local_lanes", true)?;
     let api_keys = api_keys(&mut table)?;
     table.finish()?;
-    Ok(ClusterSection { name, model, head, precision, state_dir, api_keys })
+    Ok(ClusterSection { name, model, head, precision, state_dir, local_lanes, api_keys })
 }
 
 fn api_keys(table: &mut Reader<'_>) -> Result<Vec<ApiKey>, ConfigError> {

@@ -110,6 +110,7 @@ fn values_are_set_over_the_file() {
     let mut config = default_config();
     config.set("scheduler.step_tokens", "64").unwrap();
     config.set("cluster.precision", "exact").unwrap();
+    config.set("cluster.local_lanes", "false").unwrap();
     config.set("node.left.threads", "3").unwrap();
     config.set("replica.r1.layers", "[30]").unwrap();
     config.set("kv.memory", "64MiB").unwrap();
@@ -118,12 +119,13 @@ fn values_are_set_over_the_file() {
     assert_eq!(config.scheduler.step_tokens, 64);
     assert_eq!(config.scheduler.chunk_tokens, 64);
     assert_eq!(config.cluster.precision, Precision::Exact);
+    assert!(!config.cluster.local_lanes && default_config().cluster.local_lanes);
     assert_eq!(config.node("left").unwrap().threads, Some(3));
     assert_eq!(config.replicas[1].layers, Some(vec![30]));
     assert_eq!(config.kv.memory, 64 << 20);
     assert_eq!(config.kv.dtype, Some(KvType::Int8));
     assert_eq!(config.cluster.name, "lab");
-    assert_eq!(config.overrides().len(), 7);
+    assert_eq!(config.overrides().len(), 8);
 
     let before = config.clone();
     let error = config.set("scheduler.step_token", "64").unwrap_err().to_string();

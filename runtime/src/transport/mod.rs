@@ -13,7 +13,7 @@ use bytes::Bytes;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 pub type BoxFuture<'a, T> = Pin<Box<dyn Future<Output = T> + Send + 'a>>;
 
@@ -77,10 +77,30 @@ pub trait FrameSink: Send {
 }
 
 /// The receiving end of a lane. Dropping it tells the sender to stop.
-pub trait FrameSource: Send {
-    /// The next frame; `None` after a clean end. A frame longer than `limit` is an error.
+pub trait FrameSource: Send + Sync {
+    /// The next frame; `None` after a clean end. A frame longer than `limit` is an error. A future
+    /// that is dropped loses no frame.
     fn recv(&mut self, limit: usize) -> BoxFuture<'_, Result<Option<Bytes>, LinkError>>;
+
+    /// The same source, where a thread can wait for it by itself: the runtime's threads need not be
+    /// woken for a frame, only to wake another.
+    fn blocking(&mut self) -> Option<&mut dyn BlockingSource> {
+        None
+    }
 }
+
+/// See [`FrameSource::blocking`].
+pub trait BlockingSource: Send {
+    /// As [`FrameSource::recv`]; `Ok(Err(Late))` if nothing came before `until`.
+    fn recv_until(&mut self, limit: usize, until: Instant) -> Result<Timely, LinkError>;
+}
+
+/// What came in time: a frame, or the clean end.
+pub type Timely = Result<Option<Bytes>, Late>;
+
+/// Nothing came in time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Late;
 
 /// A frame to send: `head` and `body` are adjacent on the wire.
 #[derive(Debug, Clone)]

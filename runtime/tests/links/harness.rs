@@ -16,6 +16,8 @@ pub fn name(name: &str) -> NodeName {
 
 /// A network that nodes of a test share.
 pub trait Harness: Sized + Send + Sync + 'static {
+    /// Frames of 100 kB that a flow takes in while nobody reads.
+    const ROOM: u64 = 8;
     fn new() -> Self;
     fn transport(&self, node: &str) -> Arc<dyn Transport>;
     /// A free address for each node, fixed before any starts.

@@ -17,8 +17,9 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 use tokio::time::Instant;
 
-/// Real sockets on loopback, with certificates of an authority made for the test.
-pub struct QuicHarness {
+/// Real sockets on loopback, with certificates of an authority made for the test. With `LOCAL`
+/// the lanes between its nodes are Unix sockets, which are ended by a partition only with the link.
+pub struct QuicHarness<const LOCAL: bool = false> {
     certs: tempfile::TempDir,
     ports: Mutex<BTreeMap<String, u16>>,
     cut: Cut,
@@ -27,16 +28,19 @@ pub struct QuicHarness {
 /// Pairs of ports between which datagrams vanish.
 type Cut = Arc<Mutex<BTreeSet<(u16, u16)>>>;
 
-impl QuicHarness {
+impl<const LOCAL: bool> QuicHarness<LOCAL> {
     pub fn with(&self, node: &str, mut options: QuicOptions) -> QuicTransport {
         certs::ensure(self.certs.path(), "lab", &[node.to_owned()]).unwrap();
         let identity = NodeIdentity::load(self.certs.path(), node).unwrap();
+        options.local_lanes = LOCAL;
         options.hook = Some(Arc::new(CutHook(self.cut.clone())));
         QuicTransport::new(Arc::new(identity), options)
     }
 }
 
-impl Harness for QuicHarness {
+impl<const LOCAL: bool> Harness for QuicHarness<LOCAL> {
+    const ROOM: u64 = if LOCAL { 2 } else { 8 };
+
     fn new() -> Self {
         let certs = tempfile::tempdir().unwrap();
         Self { certs, ports: Default::default(), cut: Default::default() }
@@ -135,7 +139,7 @@ impl AsyncUdpSocket for CutSocket {
 
 #[tokio::test]
 async fn a_port_in_use_is_named_with_its_holder() {
-    let harness = QuicHarness::new();
+    let harness = <QuicHarness>::new();
     let all = options(&harness, &["a", "b"]);
     let _a = start(&harness, &all[0]).await;
     let mut second = all[1].clone();
@@ -151,7 +155,7 @@ async fn a_port_in_use_is_named_with_its_holder() {
 
 #[tokio::test]
 async fn a_certificate_of_another_authority_is_refused_at_both_ends() {
-    let (here, there) = (QuicHarness::new(), QuicHarness::new());
+    let (here, there) = (<QuicHarness>::new(), <QuicHarness>::new());
     let all = options(&here, &["a", "b"]);
     let a = start(&here, &all[0]).await;
     let b = Node::start(all[1].clone(), there.transport("b")).await.unwrap();
@@ -165,7 +169,7 @@ async fn a_certificate_of_another_authority_is_refused_at_both_ends() {
 
 #[tokio::test]
 async fn a_node_cannot_start_under_a_name_that_is_not_its_certificates() {
-    let harness = QuicHarness::new();
+    let harness = <QuicHarness>::new();
     let all = options(&harness, &["a", "b"]);
     let error = Node::start(all[1].clone(), harness.transport("a")).await.unwrap_err();
     assert!(error.to_string().contains("they belong to node a"), "{error}");
@@ -174,7 +178,7 @@ async fn a_node_cannot_start_under_a_name_that_is_not_its_certificates() {
 /// Case L15: handshakes that are begun and never finished must not keep a good node out.
 #[tokio::test]
 async fn half_open_handshakes_do_not_keep_others_out() {
-    let harness = QuicHarness::new();
+    let harness = <QuicHarness>::new();
     let all = options(&harness, &["a", "b"]);
     let few = QuicOptions { half_open: 4, handshake_ms: 3000, ..QuicOptions::default() };
     let a = Node::start(all[0].clone(), Arc::new(harness.with("a", few))).await.unwrap();
@@ -226,7 +230,7 @@ fn client_config(identity: &NodeIdentity) -> quinn::ClientConfig {
 /// Raw bytes at a real socket: first at UDP, then above TLS from a node with a good certificate.
 #[tokio::test]
 async fn garbage_at_every_layer_is_refused_and_harms_nobody() {
-    let harness = QuicHarness::new();
+    let harness = <QuicHarness>::new();
     let all = options(&harness, &["a", "b"]);
     let a = start(&harness, &all[0]).await;
     let target: SocketAddr = all[0].listen.parse().unwrap();
@@ -281,7 +285,7 @@ async fn garbage_at_every_layer_is_refused_and_harms_nobody() {
 /// Case C22: the connection dies of idleness, unnoticed by anyone who would use it.
 #[tokio::test]
 async fn a_call_after_the_connection_died_of_idleness_succeeds_at_once() {
-    let harness = QuicHarness::new();
+    let harness = <QuicHarness>::new();
     let mut all = options(&harness, &["a", "b"]);
     let idle = QuicOptions { idle_ms: 400, keep_alive_ms: 0, ..QuicOptions::default() };
     let mut nodes = Vec::new();
@@ -307,7 +311,7 @@ async fn a_call_after_the_connection_died_of_idleness_succeeds_at_once() {
 /// The old life's connection is reset as soon as the new life answers: no waiting for a timeout.
 #[tokio::test]
 async fn a_restarted_peer_is_noticed_by_a_stateless_reset() {
-    let harness = QuicHarness::new();
+    let harness = <QuicHarness>::new();
     let mut all = options(&harness, &["a", "b"]);
     let slow = QuicOptions { idle_ms: 20_000, ..QuicOptions::default() };
     for options in &mut all {

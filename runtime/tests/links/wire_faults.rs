@@ -23,7 +23,7 @@ struct World {
 
 impl World {
     async fn new() -> World {
-        let harness = QuicHarness::new();
+        let harness = <QuicHarness>::new();
         let mut all = options(&harness, &["a", "b"]);
         // A busy machine is no fault.
         all.iter_mut().for_each(|options| {

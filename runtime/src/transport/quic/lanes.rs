@@ -13,6 +13,8 @@ const COPY_BELOW: usize = 1024;
 /// Taken at once for a frame under way; a longer one must arrive to get more.
 const RESERVE: usize = 4 << 20;
 const LENGTH: usize = 4;
+/// Bytes of a frame at most; greater lengths mean something else where lanes are sockets.
+pub(super) const LONGEST: u32 = u32::MAX - 2;
 
 pub(super) struct QuicSink {
     stream: SendStream,
@@ -52,13 +54,14 @@ impl Drop for QuicSink {
     }
 }
 
-fn chunks(frames: Vec<OutFrame>) -> Result<Vec<Bytes>, LinkError> {
+/// Frames as they are written.
+pub(super) fn chunks(frames: Vec<OutFrame>) -> Result<Vec<Bytes>, LinkError> {
     let mut chunks = Vec::with_capacity(4);
     let mut small = BytesMut::new();
     for frame in frames {
         let size = frame.len();
-        let length = u32::try_from(size)
-            .map_err(|_| LinkError::TooBig { size, limit: u32::MAX as usize })?;
+        let length = u32::try_from(size).ok().filter(|length| *length <= LONGEST);
+        let length = length.ok_or(LinkError::TooBig { size, limit: LONGEST as usize })?;
         small.put_u32_le(length);
         small.put_slice(&frame.head);
         if frame.body.len() < COPY_BELOW {
@@ -106,9 +109,9 @@ impl FrameSource for QuicSource {
 
 /// Puts frames together from chunks that are cut anywhere. Pure.
 #[derive(Default)]
-struct Assembler {
+pub(super) struct Assembler {
     /// The rest of the last chunk.
-    chunk: Bytes,
+    pub chunk: Bytes,
     /// A frame, or its length, that came in parts.
     partial: BytesMut,
     /// Length of the frame that `partial` is, once known.
@@ -120,8 +123,13 @@ impl Assembler {
         self.chunk.is_empty() && self.partial.is_empty() && self.want.is_none()
     }
 
+    /// How many bytes the frame under way is short of, as far as is known.
+    pub fn missing(&self) -> usize {
+        self.want.map_or(0, |want| want.saturating_sub(self.partial.len()))
+    }
+
     /// A whole frame out of what has arrived; `None` if another chunk is needed.
-    fn take(&mut self, limit: usize) -> Result<Option<Bytes>, LinkError> {
+    pub fn take(&mut self, limit: usize) -> Result<Option<Bytes>, LinkError> {
         let want = match self.want {
             Some(want) => want,
             None => {

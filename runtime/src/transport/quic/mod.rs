@@ -5,10 +5,13 @@
 //! connection with priorities, 5-53 ms on two that overflow each other's socket buffer; and one
 //! connection has no half-up states. TLS 1.3 with certificates of the cluster's own authority,
 //! both ways. A socket wrapper caps the segments of one send (see `socket.rs`) and is where wire
-//! faults are injected.
+//! faults are injected. Between processes of one machine the lanes of flows are Unix sockets
+//! (`local.rs`).
 
 mod holder;
 mod lanes;
+#[cfg_attr(not(target_os = "linux"), path = "no_local.rs")]
+mod local;
 mod shim;
 mod socket;
 mod tls;
@@ -25,6 +28,7 @@ use super::{
 use crate::address::NodeName;
 use crate::certs::NodeIdentity;
 use crate::options::ms;
+use local::LocalLanes;
 use parking_lot::Mutex;
 use quinn::{ConnectionError, TransportConfig, VarInt};
 use shim::ShimSocket;
@@ -50,6 +54,9 @@ pub struct QuicOptions {
     pub handshake_ms: u64,
     /// Streams that a peer may have open: mail lanes and flows.
     pub streams: u32,
+    /// Between processes of one machine lanes are Unix sockets (`local.rs`). Never where `wire` is to
+    /// reach what passes, and on Linux only.
+    pub local_lanes: bool,
     /// Faults of this node's datagrams; only where a fault plan is armed.
     pub wire: Option<WireFaults>,
     /// Wraps the socket, for faults of other kinds.
@@ -66,6 +73,7 @@ impl Default for QuicOptions {
             half_open: 64,
             handshake_ms: 2000,
             streams: 512,
+            local_lanes: true,
             wire: None,
             hook: None,
         }
@@ -82,14 +90,14 @@ pub struct QuicTransport {
 /// The links of a transport, for faults that hit a connection, and the socket under them.
 #[derive(Default)]
 struct Roster {
-    wire: Option<WireFaults>,
+    options: QuicOptions,
     links: Mutex<Vec<Weak<QuicLink>>>,
     shim: Mutex<Weak<ShimSocket>>,
 }
 
 impl QuicTransport {
     pub fn new(identity: Arc<NodeIdentity>, options: QuicOptions) -> Self {
-        let roster = Arc::new(Roster { wire: options.wire.clone(), ..Roster::default() });
+        let roster = Arc::new(Roster { options: options.clone(), ..Roster::default() });
         Self { identity, options, roster }
     }
 
@@ -249,7 +257,7 @@ impl Endpoint for QuicEndpoint {
             let mut last =
                 resolve("it resolves to nothing that this node's socket can reach".into());
             for target in found.filter(|a| a.is_ipv4() || self.local.is_ipv6()) {
-                if let Some(wire) = &self.roster.wire {
+                if let Some(wire) = &self.roster.options.wire {
                     wire.name(peer, target);
                 }
                 let connecting = endpoint
@@ -342,6 +350,7 @@ struct QuicLink {
     cluster_id: [u8; 16],
     dialled: bool,
     wire: Option<WireFaults>,
+    local: Option<LocalLanes>,
 }
 
 impl QuicLink {
@@ -361,9 +370,12 @@ impl Roster {
         cluster_id: [u8; 16],
         dialled: bool,
     ) -> Arc<QuicLink> {
-        let wire = self.wire.clone();
-        let link = Arc::new(QuicLink { connection, cluster_id, dialled, wire });
-        if self.wire.is_some() {
+        let wire = self.options.wire.clone();
+        let options = &self.options;
+        let local = options.local_lanes && wire.is_none();
+        let local = local.then(|| LocalLanes::start(&connection, dialled, options)).flatten();
+        let link = Arc::new(QuicLink { connection, cluster_id, dialled, wire, local });
+        if self.options.wire.is_some() {
             link.name_address();
             let mut links = self.links.lock();
             links.retain(|link| link.strong_count() > 0);
@@ -390,6 +402,11 @@ impl Link for QuicLink {
 
     fn open(&self, class: LaneClass) -> BoxFuture<'_, Result<Box<dyn FrameSink>, LinkError>> {
         Box::pin(async move {
+            if class >= LaneClass::Mail
+                && let Some(sink) = self.local.as_ref().and_then(LocalLanes::open)
+            {
+                return Ok(sink);
+            }
             let stream = self.connection.open_uni().await.map_err(|e| down(&e))?;
             let _ = stream.set_priority(class.priority());
             Ok(Box::new(lanes::QuicSink::new(stream)) as Box<dyn FrameSink>)
@@ -398,8 +415,20 @@ impl Link for QuicLink {
 
     fn accept(&self) -> BoxFuture<'_, Result<Box<dyn FrameSource>, LinkError>> {
         Box::pin(async move {
-            let stream = self.connection.accept_uni().await.map_err(|e| down(&e))?;
-            Ok(Box::new(lanes::QuicSource::new(stream)) as Box<dyn FrameSource>)
+            let local = async {
+                match &self.local {
+                    Some(local) => local.accept().await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                biased;
+                stream = self.connection.accept_uni() => {
+                    let stream = stream.map_err(|e| down(&e))?;
+                    Ok(Box::new(lanes::QuicSource::new(stream)) as Box<dyn FrameSource>)
+                }
+                source = local => Ok(source),
+            }
         })
     }
 

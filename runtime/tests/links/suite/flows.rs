@@ -53,13 +53,13 @@ pub async fn a_flow_waits_for_its_reader<H: Harness>() {
         let sender = a.open_flow(to.name(), FlowId(1), FlowClass::Kv);
         let mut sent = 0u64;
         // Where there must be room, only a busy machine makes a send take long.
-        let patience = |sent| if sent < 8 { PATIENCE } else { ms(300) };
+        let patience = |sent| if sent < H::ROOM { PATIENCE } else { ms(300) };
         while tokio::time::timeout(patience(sent), sender.send(frame(sent, 100_000))).await.is_ok()
         {
             sent += 1;
             assert!(sent < 200, "no backpressure");
         }
-        assert!(sent >= 8, "{sent} frames in flight");
+        assert!(sent >= H::ROOM, "{sent} frames in flight");
         for step in 0..sent {
             assert_eq!(receiver.recv().await.unwrap().step, step);
         }
@@ -192,6 +192,57 @@ pub async fn device_threads_can_block_on_flows<H: Harness>() {
         assert!(matches!(error, FlowError::Deadline { after_ms: 50, .. }), "{error}");
     });
     tokio::task::spawn_blocking(move || (echo.join().unwrap(), ask.join().unwrap())).await.unwrap();
+}
+
+pub async fn both_ends_may_send_before_either_reads<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    let ends = [(&a, &b, 1, 2), (&b, &a, 2, 1)].map(|(from, to, out, back)| {
+        let sender = from.open_flow(to.name(), FlowId(out), FlowClass::Activations);
+        (sender, from.accept_flow(to.name(), FlowId(back)))
+    });
+    // More than the buffers of a socket hold, as tensor ranks exchange it.
+    let threads = ends.map(|(sender, mut receiver)| {
+        std::thread::spawn(move || {
+            for step in 0..20 {
+                sender.blocking_send(frame(step, 1 << 20)).unwrap();
+                assert_eq!(receiver.blocking_recv(PATIENCE).unwrap(), frame(step, 1 << 20));
+            }
+        })
+    });
+    let joined = move || threads.map(|thread| thread.join().unwrap());
+    tokio::task::spawn_blocking(joined).await.unwrap();
+}
+
+pub async fn tasks_and_threads_may_take_turns_at_a_flow<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    let mut receiver = b.accept_flow(a.name(), FlowId(1));
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Activations);
+    for step in 0..20 {
+        let sends = async {
+            // Later than it is waited for.
+            tokio::time::sleep(ms(2)).await;
+            sender.send(frame(step, 3000)).await.unwrap();
+        };
+        let takes = async {
+            if step % 2 == 0 {
+                assert_eq!(receiver.recv().await.unwrap(), frame(step, 3000));
+                assert!(receiver.try_recv().await.is_none());
+                return receiver;
+            }
+            let wait = move || {
+                assert_eq!(receiver.blocking_recv(PATIENCE).unwrap(), frame(step, 3000));
+                assert!(receiver.blocking_try_recv().is_none());
+                receiver
+            };
+            tokio::task::spawn_blocking(wait).await.unwrap()
+        };
+        receiver = tokio::join!(sends, takes).1;
+    }
+    drop(sender);
+    let end = tokio::task::spawn_blocking(move || receiver.blocking_recv(PATIENCE)).await.unwrap();
+    assert!(matches!(end, Err(FlowError::Closed { .. })), "{end:?}");
 }
 
 pub async fn bulk_does_not_hold_up_small_calls<H: Harness>() {

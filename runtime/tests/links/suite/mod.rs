@@ -42,9 +42,10 @@ macro_rules! suite_for {
             flows a_flow_waits_for_its_reader
             flows a_flow_whose_reader_is_gone_says_so
             flows a_flow_reopens_after_the_link_was_lost
-            flows a_flow_whose_first_frame_was_lost_says_so
             flows frames_of_an_older_life_are_refused
             flows device_threads_can_block_on_flows
+            flows both_ends_may_send_before_either_reads
+            flows tasks_and_threads_may_take_turns_at_a_flow
             flows bulk_does_not_hold_up_small_calls
             faults damaged_frames_lose_no_mail_and_double_none
             faults flows_under_damage_tell_the_truth_or_say_so
@@ -53,6 +54,11 @@ macro_rules! suite_for {
             faults a_link_that_never_holds_is_not_dialled_without_pause
             faults a_start_fails_as_often_as_the_plan_says
         );
+    };
+    // Where what is sent during a partition is lost.
+    (lossy $harness:ty) => {
+        $crate::suite_for!($harness);
+        $crate::suite_for!(@ $harness: flows a_flow_whose_first_frame_was_lost_says_so);
     };
 }
 
