@@ -105,15 +105,19 @@ fn serve(
         let begun = Instant::now();
         let run = || -> Result<Vec<Sampled>, Failure> {
             feedback.blocking_fill(&mut job.batch, &job.drawn).map_err(Failure::peer)?;
-            let sampled = step(engine.as_mut(), &mut wires, &job, &mut scrub)?;
-            feedback.blocking_keep(job.step, &sampled).map_err(Failure::peer)?;
-            Ok(sampled)
+            step(engine.as_mut(), &mut wires, &job, &mut scrub)
         };
         let failure = match catch_unwind(AssertUnwindSafe(run)) {
             Ok(Ok(sampled)) => {
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
+                let drawn = feedback.keep(job.step, &sampled);
+                // Before the other shards: on the same machine one of them is woken on this
+                // thread's processor, which would have its next turn when that one's step is over.
                 tell(&mut *engine, Outcome::Done { step: job.step, sampled, micros });
-                continue;
+                match feedback.blocking_send(drawn) {
+                    Ok(()) => continue,
+                    Err(reason) => Failure::peer(reason),
+                }
             }
             Ok(Err(failure)) => failure,
             Err(panic) => Failure { reason: format!("panic: {}", panic_text(&*panic)), own: true },

@@ -93,40 +93,53 @@ impl Feedback {
 
     /// [`Self::fill`] for device threads.
     pub fn blocking_fill(&mut self, batch: &mut Batch, places: &[Place]) -> Result<(), String> {
-        if self.from.is_none() {
-            return self.drawn.fill(batch, places);
+        if let Some((from, flow)) = &mut self.from {
+            let wanted = places.iter().map(|place| place.step).max();
+            let until = Instant::now() + self.deadline;
+            let failed = |error| format!("waits for the tokens of {from}: {error}");
+            while let Some(frame) = flow.blocking_try_recv() {
+                let frame = frame.map_err(|error| failed(error.to_string()))?;
+                take(&mut self.drawn, self.epoch, frame).map_err(failed)?;
+            }
+            while let Some(step) = wanted.filter(|step| !self.drawn.has(*step)) {
+                self.doing.set(TAKES_TOKENS);
+                let left = until.saturating_duration_since(Instant::now());
+                let frame = flow.blocking_recv(left).map_err(|error| failed(error.to_string()))?;
+                let came = take(&mut self.drawn, self.epoch, frame).map_err(failed)?;
+                if came > step {
+                    return Err(failed(format!("those of step {came} came, not of step {step}")));
+                }
+            }
         }
-        self.handle.clone().block_on(self.fill(batch, places))
+        self.drawn.fill(batch, places)
     }
 
-    /// Keeps what a step drew here, and sends it to the other shards.
-    pub async fn keep(&mut self, step: u64, sampled: &[Sampled]) -> Result<(), String> {
+    /// Keeps what a step drew here; what [`Self::send`] is to send of it.
+    pub fn keep(&mut self, step: u64, sampled: &[Sampled]) -> Option<FlowFrame> {
         if sampled.is_empty() {
-            return Ok(());
+            return None;
         }
         self.drawn.keep(step, sampled);
-        if self.to.is_empty() {
-            return Ok(());
-        }
-        let payload = encode(sampled);
+        let (epoch, tag) = (self.epoch, DRAWN);
+        (!self.to.is_empty()).then(|| FlowFrame { epoch, step, tag, payload: encode(sampled) })
+    }
+
+    /// Sends what was drawn to the other shards.
+    pub async fn send(&self, drawn: Option<FlowFrame>) -> Result<(), String> {
+        let Some(frame) = drawn else { return Ok(()) };
         for (to, flow) in &self.to {
-            let (epoch, tag, payload) = (self.epoch, DRAWN, payload.clone());
-            let sent = flow.send(FlowFrame { epoch, step, tag, payload }).await;
+            let sent = flow.send(frame.clone()).await;
             sent.map_err(|error| format!("sends its tokens to {to}: {error}"))?;
         }
         Ok(())
     }
 
-    /// [`Self::keep`] for device threads.
-    pub fn blocking_keep(&mut self, step: u64, sampled: &[Sampled]) -> Result<(), String> {
-        if sampled.is_empty() {
+    /// [`Self::send`] for device threads.
+    pub fn blocking_send(&self, drawn: Option<FlowFrame>) -> Result<(), String> {
+        if drawn.is_none() {
             return Ok(());
         }
-        if self.to.is_empty() {
-            self.drawn.keep(step, sampled);
-            return Ok(());
-        }
-        self.handle.clone().block_on(self.keep(step, sampled))
+        self.handle.block_on(self.send(drawn))
     }
 }
 

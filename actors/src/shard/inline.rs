@@ -28,23 +28,24 @@ pub async fn serve(
         let begun = Instant::now();
         let run = async {
             feedback.fill(&mut job.batch, &job.drawn).await.map_err(Failure::peer)?;
-            let sampled = step(&mut *engine, &mut wires, &job, (costs, &mut scrub)).await?;
-            feedback.keep(job.step, &sampled).await.map_err(Failure::peer)?;
-            Ok::<_, Failure>(sampled)
+            step(&mut *engine, &mut wires, &job, (costs, &mut scrub)).await
         };
-        let result = run.await;
-        match result {
+        let failure = match run.await {
             Ok(sampled) => {
                 let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
+                let drawn = feedback.keep(job.step, &sampled);
                 report(Outcome::Done { step: job.step, sampled, micros });
+                match feedback.send(drawn).await {
+                    Ok(()) => continue,
+                    Err(reason) => Failure::peer(reason),
+                }
             }
-            Err(failure) => {
-                report(failure.outcome(&job));
-                // As the thread does: the flows stay open until this shard has spoken.
-                while queue.recv().await.is_some() {}
-                return;
-            }
-        }
+            Err(failure) => failure,
+        };
+        report(failure.outcome(&job));
+        // As the thread does: the flows stay open until this shard has spoken.
+        while queue.recv().await.is_some() {}
+        return;
     }
 }
 
