@@ -1,4 +1,5 @@
-//! Measures links between two processes over loopback, next to plain TCP in the same run.
+//! Measures links between two processes of one machine, over Unix sockets and over QUIC, next to plain
+//! TCP in the same run.
 //!
 //!     cargo run --release -p dunlin-runtime --example links
 
@@ -41,31 +42,45 @@ fn main() -> Result<()> {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     if let [_, mode, dir, quic_a, quic_b, tcp] = &args[..] {
-        assert_eq!(mode, "echo");
-        return runtime.block_on(server(dir, quic_a, quic_b, tcp));
+        let local = mode == LOCAL;
+        return runtime.block_on(server(dir, (quic_a, quic_b), tcp, local));
     }
     let dir = tempfile::tempdir()?;
     certs::ensure(dir.path(), "bench", &["a".to_owned(), "b".to_owned()])?;
-    let (quic_a, quic_b, tcp) = (udp_port()?, udp_port()?, tcp_port()?);
-    let mut child = std::process::Command::new(std::env::current_exe()?)
-        .args(["echo", &dir.path().to_string_lossy(), &quic_a, &quic_b, &tcp])
-        .spawn()?;
-    let measured = runtime.block_on(client(dir.path(), &quic_a, &quic_b, &tcp));
-    child.kill()?;
-    child.wait()?;
-    measured
+    for mode in [LOCAL, "over QUIC"] {
+        println!("== lanes {mode}");
+        let (quic_a, quic_b, tcp) = (udp_port()?, udp_port()?, tcp_port()?);
+        let mut child = std::process::Command::new(std::env::current_exe()?)
+            .args([mode, &dir.path().to_string_lossy(), &quic_a, &quic_b, &tcp])
+            .spawn()?;
+        let local = mode == LOCAL;
+        let measured = runtime.block_on(client(dir.path(), (&quic_a, &quic_b), &tcp, local));
+        child.kill()?;
+        child.wait()?;
+        measured?;
+        println!();
+    }
+    Ok(())
 }
 
-async fn node(dir: &Path, me: &str, my: &str, other: &str, theirs: &str) -> Result<Node> {
+const LOCAL: &str = "over Unix sockets";
+
+async fn node(
+    dir: &Path,
+    (me, my): (&str, &str),
+    (other, theirs): (&str, &str),
+    local_lanes: bool,
+) -> Result<Node> {
     let identity = Arc::new(NodeIdentity::load(dir, me)?);
     let options =
         NodeOptions::new(NodeName::new(me)?, "bench", my).peer(NodeName::new(other)?, theirs);
-    let transport = Arc::new(QuicTransport::new(identity, QuicOptions::default()));
+    let quic = QuicOptions { local_lanes, ..QuicOptions::default() };
+    let transport = Arc::new(QuicTransport::new(identity, quic));
     Ok(Node::start(options, transport).await?)
 }
 
-async fn server(dir: &str, quic_a: &str, quic_b: &str, tcp: &str) -> Result<()> {
-    let node = node(Path::new(dir), "b", quic_b, "a", quic_a).await?;
+async fn server(dir: &str, (quic_a, quic_b): (&str, &str), tcp: &str, local: bool) -> Result<()> {
+    let node = node(Path::new(dir), ("b", quic_b), ("a", quic_a), local).await?;
     let _echo = node.export::<Echo>("echo", "x", |message| {
         if let Inbound::Call { msg, reply, .. } = message {
             reply.send(msg);
@@ -117,8 +132,8 @@ fn tcp_echo(mut stream: TcpStream) -> std::io::Result<()> {
     }
 }
 
-async fn client(dir: &Path, quic_a: &str, quic_b: &str, tcp: &str) -> Result<()> {
-    let node = node(dir, "a", quic_a, "b", quic_b).await?;
+async fn client(dir: &Path, (quic_a, quic_b): (&str, &str), tcp: &str, local: bool) -> Result<()> {
+    let node = node(dir, ("a", quic_a), ("b", quic_b), local).await?;
     let b = NodeName::new("b")?;
     let to = dunlin_runtime::Address::new(b.clone(), "echo", "x");
     node.call::<Echo>(&to, &Bytes::new(), LONG).await?;
