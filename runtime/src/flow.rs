@@ -291,6 +291,7 @@ impl FlowReceiver {
         };
         match event {
             Event::Lane(lane) => {
+                self.link = Some(lane.token);
                 self.lane = Some(*lane);
                 None
             }
@@ -328,7 +329,10 @@ impl FlowReceiver {
 
     /// [`Self::recv`] for device threads, bounded in time; panics on a tokio worker thread.
     pub fn blocking_recv(&mut self, deadline: Duration) -> Result<FlowFrame, FlowError> {
-        let (until, handle) = (Instant::now() + deadline, self.handle.clone());
+        // As good as never, where it is too far to be counted.
+        let far = Duration::from_secs(365 * 86400);
+        let until = Instant::now() + deadline.min(far);
+        let handle = self.handle.clone();
         loop {
             let event = match &mut self.lane {
                 Some(lane) => lane.next_until(until).map(Ok),

@@ -35,6 +35,7 @@ use std::io::{self, IoSlice, Read, Write};
 use std::os::fd::AsFd;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
+use tokio::io::unix::AsyncFd;
 use tokio::io::{AsyncReadExt, Interest};
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::Handle;
@@ -66,7 +67,8 @@ pub(super) struct LocalLanes {
     life: Life,
     theirs: Listener,
     open: Arc<Open>,
-    accepted: tokio::sync::Mutex<mpsc::Receiver<Socket>>,
+    most: usize,
+    accepted: tokio::sync::Mutex<mpsc::Receiver<Arc<Socket>>>,
     task: AbortHandle,
 }
 
@@ -84,9 +86,8 @@ struct Listener {
     key: [u8; KEY],
 }
 
-/// The sockets of a connection, to be closed with it.
-#[derive(Default)]
-struct Open(Mutex<Vec<Weak<Socket>>>);
+/// The sockets of a connection, to be ended with it; `None` when that was done.
+struct Open(Mutex<Option<Vec<Weak<Socket>>>>);
 
 impl LocalLanes {
     /// Listens for the peer of `connection`. `None` where that is not possible; its lanes are then
@@ -103,7 +104,7 @@ impl LocalLanes {
             tracing::debug!(%error, "no local lanes: cannot listen");
         });
         let listener = listener.ok()?;
-        let open = Arc::new(Open::default());
+        let open = Arc::new(Open(Mutex::new(Some(Vec::new()))));
         let (accepted, queue) = mpsc::channel(GREETINGS);
         let most = usize::try_from(options.streams).unwrap_or(usize::MAX);
         let patience = ms(options.idle_ms) * 2;
@@ -112,17 +113,29 @@ impl LocalLanes {
             life: Life { connection: connection.clone(), patience },
             theirs,
             open,
+            most,
             accepted: tokio::sync::Mutex::new(queue),
             task: tokio::spawn(serve).abort_handle(),
         })
     }
 
-    /// A lane to the peer, if it is on this machine.
+    /// A lane to the peer, if it is on this machine and has room for one.
     pub fn open(&self) -> Option<Box<dyn FrameSink>> {
+        // It may have opened as many and refuses what is over the limit, which nobody would hear.
+        if self.life.is_over() || self.open.count() >= self.most / 2 {
+            return None;
+        }
         let socket = Arc::new(self.theirs.connect().ok()?);
         self.open.add(&socket);
         let (life, handle) = (self.life.clone(), Handle::current());
-        Some(Box::new(LocalSink { socket, life, handle, rest: None, finished: false }))
+        Some(Box::new(LocalSink {
+            socket,
+            life,
+            handle,
+            rest: None,
+            broken: false,
+            finished: false,
+        }))
     }
 
     /// The next lane that the peer opened; never ready if none can come any more.
@@ -130,11 +143,9 @@ impl LocalLanes {
         let Some(socket) = self.accepted.lock().await.recv().await else {
             return std::future::pending().await;
         };
-        let socket = Arc::new(socket);
-        self.open.add(&socket);
         let (life, handle) = (self.life.clone(), Handle::current());
-        let (frames, room, done) = (Assembler::default(), Vec::new(), false);
-        let reader = Reader { socket, frames, room, done };
+        let (frames, room) = (Assembler::default(), Vec::new());
+        let reader = Reader { socket, frames, room, end: None };
         Box::new(LocalSource { reader, life, handle, waiter: None })
     }
 }
@@ -195,7 +206,7 @@ async fn serve(
     listener: UnixListener,
     key: [u8; KEY],
     (open, most): (Arc<Open>, usize),
-    accepted: mpsc::Sender<Socket>,
+    accepted: mpsc::Sender<Arc<Socket>>,
 ) {
     let room = Arc::new(Semaphore::new(GREETINGS));
     let accept = async {
@@ -211,9 +222,10 @@ async fn serve(
                     .increment(1);
                 continue;
             }
-            let accepted = accepted.clone();
+            let (accepted, open) = (accepted.clone(), open.clone());
             tokio::spawn(async move {
-                if let Some(socket) = greeted(stream, key).await {
+                if let Some(socket) = greeted(stream, key).await.map(Arc::new) {
+                    open.add(&socket);
                     let _ = accepted.send(socket).await;
                 }
                 drop(permit);
@@ -244,38 +256,36 @@ async fn greeted(mut stream: UnixStream, key: [u8; KEY]) -> Option<Socket> {
 
 impl Open {
     fn add(&self, socket: &Arc<Socket>) {
-        let mut all = self.0.lock();
-        all.retain(|socket| socket.strong_count() > 0);
-        all.push(Arc::downgrade(socket));
+        match &mut *self.0.lock() {
+            Some(all) => {
+                all.retain(|socket| socket.strong_count() > 0);
+                all.push(Arc::downgrade(socket));
+            }
+            None => shut(socket),
+        }
     }
 
     fn count(&self) -> usize {
-        self.0.lock().iter().filter(|socket| socket.strong_count() > 0).count()
+        let all = self.0.lock();
+        all.iter().flatten().filter(|socket| socket.strong_count() > 0).count()
     }
 
     /// Wakes whoever waits at either end of them; what has arrived can still be read.
     fn shut(&self) {
-        for socket in self.0.lock().drain(..).filter_map(|socket| socket.upgrade()) {
-            let _ = socket.shutdown(std::net::Shutdown::Both);
-        }
+        let all = self.0.lock().take();
+        all.iter().flatten().filter_map(Weak::upgrade).for_each(|socket| shut(&socket));
     }
 }
 
-impl Life {
-    /// Why a socket ended that should not have.
-    async fn end(&self) -> LinkError {
-        match tokio::time::timeout(self.patience, self.connection.closed()).await {
-            Ok(reason) => down(&reason),
-            Err(_) => LinkError::Reset,
-        }
-    }
+fn shut(socket: &Socket) {
+    let _ = socket.shutdown(std::net::Shutdown::Both);
+}
 
-    /// `error`, unless the lane ended because the connection does, which its end may overtake.
-    async fn unless_over(&self, error: LinkError) -> LinkError {
-        match tokio::time::timeout(OVERTAKEN, self.connection.closed()).await {
-            Ok(reason) => down(&reason),
-            Err(_) => error,
-        }
+impl Life {
+    /// Why the connection ended, if it did by then.
+    async fn over_by(&self, then: Instant) -> Option<LinkError> {
+        let closed = tokio::time::timeout_at(then.into(), self.connection.closed()).await;
+        closed.ok().map(|reason| down(&reason))
     }
 
     fn is_over(&self) -> bool {
@@ -290,6 +300,8 @@ struct LocalSink {
     /// Writes what found no room. One batch at most: the next waits for it. So both ends may send
     /// before either reads, as ranks do that exchange what they have.
     rest: Option<JoinHandle<io::Result<()>>>,
+    /// Nothing can be written any more.
+    broken: bool,
     finished: bool,
 }
 
@@ -304,7 +316,10 @@ impl FrameSink for LocalSink {
             self.rest = None;
             match before.and_then(|()| write(&self.socket, &mut chunks)) {
                 Ok(()) => Ok(()),
-                Err(error) if is_end(&error) => Err(self.why().await),
+                Err(error) if is_end(&error) => {
+                    self.broken = true;
+                    Err(self.why().await)
+                }
                 Err(_) => {
                     self.rest = Some(self.handle.spawn(write_all(self.socket.clone(), chunks)));
                     Ok(())
@@ -322,10 +337,11 @@ impl LocalSink {
     /// Why nothing can be written any more.
     async fn why(&self) -> LinkError {
         let mut told = [0];
-        match (&*self.socket).read(&mut told) {
-            Ok(1) => self.life.unless_over(LinkError::Stopped).await,
-            _ => self.life.end().await,
-        }
+        let (wait, error) = match (&*self.socket).read(&mut told) {
+            Ok(1) => (OVERTAKEN, LinkError::Stopped),
+            _ => (self.life.patience, LinkError::Reset),
+        };
+        self.life.over_by(Instant::now() + wait).await.unwrap_or(error)
     }
 
     /// Writes a last mark behind everything else.
@@ -333,15 +349,23 @@ impl LocalSink {
         if std::mem::replace(&mut self.finished, true) {
             return;
         }
+        // In the middle of a frame a mark would be taken for a part of it.
+        if self.broken {
+            return shut(&self.socket);
+        }
         let mut mark = VecDeque::from([Bytes::copy_from_slice(&mark.to_le_bytes())]);
         let rest = self.rest.take();
         if rest.is_some() || write(&self.socket, &mut mark).is_err_and(|error| !is_end(&error)) {
             let socket = self.socket.clone();
             self.handle.spawn(async move {
-                if let Some(rest) = rest {
-                    let _ = rest.await;
+                let whole = match rest {
+                    Some(rest) => matches!(rest.await, Ok(Ok(()))),
+                    None => true,
+                };
+                match whole {
+                    true => drop(write_all(socket, mark).await),
+                    false => shut(&socket),
                 }
-                let _ = write_all(socket, mark).await;
             });
         }
     }
@@ -359,7 +383,8 @@ impl Drop for LocalSink {
 /// Writes as much as there is room for; `WouldBlock` if some is left.
 fn write(mut socket: &Socket, chunks: &mut VecDeque<Bytes>) -> io::Result<()> {
     while !chunks.is_empty() {
-        let slices: Vec<_> = chunks.iter().map(|chunk| IoSlice::new(chunk)).collect();
+        // No more than the kernel takes at once, by far.
+        let slices: Vec<_> = chunks.iter().take(64).map(|chunk| IoSlice::new(chunk)).collect();
         let mut written = match socket.write_vectored(&slices) {
             Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
             Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
@@ -385,8 +410,14 @@ async fn write_all(socket: Arc<Socket>, mut chunks: VecDeque<Bytes>) -> io::Resu
             done => return done,
         }
         // With the runtime's poller only now: it would be woken whenever the other end reads.
-        UnixStream::from_std(socket.try_clone()?.into())?.writable().await?;
+        drop(polled(&socket, Interest::WRITABLE)?.writable().await?);
     }
+}
+
+/// The socket with the runtime's poller, until this is dropped.
+fn polled(socket: &Arc<Socket>, interest: Interest) -> io::Result<AsyncFd<Arc<Socket>>> {
+    // SAFETY: it is one open socket for as long as this lives, which shares in it.
+    unsafe { AsyncFd::register_with_interest(socket.clone(), interest) }.map_err(io::Error::from)
 }
 
 struct LocalSource {
@@ -394,7 +425,7 @@ struct LocalSource {
     life: Life,
     handle: Handle,
     /// The socket with the runtime's poller, while tasks wait for it.
-    waiter: Option<UnixStream>,
+    waiter: Option<AsyncFd<Arc<Socket>>>,
 }
 
 struct Reader {
@@ -402,41 +433,44 @@ struct Reader {
     frames: Assembler,
     /// For the next read.
     room: Vec<u8>,
-    /// The lane's end was read.
-    done: bool,
+    end: Option<End>,
 }
 
-/// What was read.
-enum Arrived {
-    Frame(Bytes),
-    Finished,
-    Reset,
+/// How a lane ended.
+#[derive(Clone, Copy)]
+enum End {
+    Clean,
+    /// By then it is known whether the connection ended with it.
+    Reset(Instant),
 }
 
 impl Reader {
-    /// A frame or an end out of what was read; `None` if more must be.
-    fn taken(&mut self, limit: usize) -> Result<Option<Arrived>, LinkError> {
-        let arrived = match self.frames.take(limit.min(LONGEST as usize)) {
-            Ok(Some(frame)) => Arrived::Frame(frame),
-            Ok(None) => return Ok(None),
-            Err(LinkError::TooBig { size, .. }) if size == FINISHED as usize => Arrived::Finished,
-            Err(LinkError::TooBig { size, .. }) if size == RESET as usize => Arrived::Reset,
-            Err(error) => return Err(error),
+    /// A frame out of what was read; `None` if more must be read, or the lane has ended.
+    fn taken(&mut self, limit: usize) -> Result<Option<Bytes>, LinkError> {
+        let end = match self.frames.take(limit.min(LONGEST as usize)) {
+            Err(LinkError::TooBig { size, .. }) if size == FINISHED as usize => End::Clean,
+            Err(LinkError::TooBig { size, .. }) if size == RESET as usize => {
+                End::Reset(Instant::now() + OVERTAKEN)
+            }
+            taken => return taken,
         };
-        self.done |= matches!(arrived, Arrived::Finished | Arrived::Reset);
-        Ok(Some(arrived))
+        self.end = Some(end);
+        Ok(None)
     }
 
     /// Reads what there is; `WouldBlock` if that is nothing, `UnexpectedEof` at the end.
     fn read(&mut self) -> io::Result<()> {
         self.room.reserve(self.frames.missing().clamp(READ, READ_MOST));
         match rustix::io::read(&*self.socket, spare_capacity(&mut self.room))? {
-            0 => Err(io::ErrorKind::UnexpectedEof.into()),
-            _ => {
-                self.frames.chunk = std::mem::take(&mut self.room).into();
-                Ok(())
+            0 => return Err(io::ErrorKind::UnexpectedEof.into()),
+            // Not to hold all that room for as long as a small message lives.
+            few if few <= READ / 4 => {
+                self.frames.chunk = Bytes::copy_from_slice(&self.room);
+                self.room.clear();
             }
+            _ => self.frames.chunk = std::mem::take(&mut self.room).into(),
         }
+        Ok(())
     }
 }
 
@@ -445,10 +479,23 @@ impl LocalSource {
     async fn read(&mut self) -> io::Result<()> {
         let waiter = match &mut self.waiter {
             Some(waiter) => waiter,
-            none => none.insert(UnixStream::from_std(self.reader.socket.try_clone()?.into())?),
+            none => {
+                match self.reader.read() {
+                    Err(error) if !is_end(&error) => {}
+                    read => return read,
+                }
+                none.insert(polled(&self.reader.socket, Interest::READABLE)?)
+            }
         };
-        waiter.readable().await?;
-        waiter.try_io(Interest::READABLE, || self.reader.read())
+        let mut ready = waiter.readable().await?;
+        ready.try_io(|_| self.reader.read()).unwrap_or(Ok(()))
+    }
+
+    /// What `read` came to; an end is kept, to be told as often as it is asked for.
+    fn note(&mut self, read: io::Result<()>) {
+        if read.is_err_and(|error| is_end(&error)) {
+            self.reader.end = Some(End::Reset(Instant::now() + self.life.patience));
+        }
     }
 
     /// [`Reader::read`] for threads; `Ok(Err(Late))` if nothing came in time.
@@ -473,16 +520,20 @@ impl FrameSource for LocalSource {
     fn recv(&mut self, limit: usize) -> BoxFuture<'_, Result<Option<Bytes>, LinkError>> {
         Box::pin(async move {
             loop {
-                match self.reader.taken(limit)? {
-                    Some(Arrived::Frame(frame)) => return Ok(Some(frame)),
-                    Some(Arrived::Finished) => return Ok(None),
-                    Some(Arrived::Reset) => {
-                        return Err(self.life.unless_over(LinkError::Reset).await);
-                    }
+                match self.reader.end {
                     None => {}
+                    Some(End::Clean) => return Ok(None),
+                    Some(End::Reset(then)) => {
+                        return Err(self.life.over_by(then).await.unwrap_or(LinkError::Reset));
+                    }
                 }
-                if self.read().await.is_err_and(|error| is_end(&error)) {
-                    return Err(self.life.end().await);
+                if let Some(frame) = self.reader.taken(limit)? {
+                    return Ok(Some(frame));
+                }
+                if self.reader.end.is_none() {
+                    tokio::task::consume_budget().await;
+                    let read = self.read().await;
+                    self.note(read);
                 }
             }
         })
@@ -498,19 +549,26 @@ impl BlockingSource for LocalSource {
         // The runtime would be woken for every frame.
         self.waiter = None;
         loop {
-            match self.reader.taken(limit)? {
-                Some(Arrived::Frame(frame)) => return Ok(Ok(Some(frame))),
-                Some(Arrived::Finished) => return Ok(Ok(None)),
-                Some(Arrived::Reset) => {
-                    let end = self.life.unless_over(LinkError::Reset);
-                    return Err(self.handle.block_on(end));
-                }
+            match self.reader.end {
                 None => {}
+                Some(End::Clean) => return Ok(Ok(None)),
+                Some(End::Reset(then)) => {
+                    return match self.handle.block_on(self.life.over_by(then.min(until))) {
+                        Some(error) => Err(error),
+                        None if then <= until => Err(LinkError::Reset),
+                        None => Ok(Err(Late)),
+                    };
+                }
             }
-            match self.read_until(until) {
-                Ok(Ok(())) => {}
-                Ok(Err(Late)) => return Ok(Err(Late)),
-                Err(_) => return Err(self.handle.block_on(self.life.end())),
+            if let Some(frame) = self.reader.taken(limit)? {
+                return Ok(Ok(Some(frame)));
+            }
+            if self.reader.end.is_none() {
+                match self.read_until(until) {
+                    Ok(Err(Late)) => return Ok(Err(Late)),
+                    Ok(Ok(())) => {}
+                    Err(error) => self.note(Err(error)),
+                }
             }
         }
     }
@@ -523,7 +581,7 @@ fn is_end(error: &io::Error) -> bool {
 
 impl Drop for LocalSource {
     fn drop(&mut self) {
-        if !self.reader.done && !self.life.is_over() {
+        if self.reader.end.is_none() && !self.life.is_over() {
             // The sender looks for it when it finds the socket closed.
             let _ = (&*self.reader.socket).write(&[STOPPED]);
         }

@@ -5,7 +5,7 @@
 //! connection with priorities, 5-53 ms on two that overflow each other's socket buffer; and one
 //! connection has no half-up states. TLS 1.3 with certificates of the cluster's own authority,
 //! both ways. A socket wrapper caps the segments of one send (see `socket.rs`) and is where wire
-//! faults are injected. Between processes of one machine the lanes of flows are Unix sockets
+//! faults are injected. Between processes of one machine lanes are Unix sockets
 //! (`local.rs`).
 
 mod holder;

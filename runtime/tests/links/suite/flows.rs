@@ -245,6 +245,29 @@ pub async fn tasks_and_threads_may_take_turns_at_a_flow<H: Harness>() {
     assert!(matches!(end, Err(FlowError::Closed { .. })), "{end:?}");
 }
 
+pub async fn an_end_is_told_to_those_who_only_look<H: Harness>() {
+    let harness = H::new();
+    let (a, b) = pair(&harness).await;
+    let mut receiver = b.accept_flow(a.name(), FlowId(1));
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Kv);
+    sender.send(frame(0, 1 << 20)).await.unwrap();
+    while tokio::time::timeout(ms(100), sender.send(frame(0, 1 << 20))).await.is_ok() {}
+    // In the middle of a frame, so that it is no clean end.
+    drop(sender);
+    let error = loop {
+        match receiver.try_recv().await {
+            Some(Err(error)) => break error,
+            Some(Ok(_)) => {}
+            None => tokio::time::sleep(ms(5)).await,
+        }
+    };
+    assert!(matches!(error, FlowError::LinkDown { .. }), "{error}");
+    // And the flow may be opened again.
+    let sender = a.open_flow(b.name(), FlowId(1), FlowClass::Kv);
+    sender.send(frame(1, 100)).await.unwrap();
+    assert_eq!(receiver.recv().await.unwrap().step, 1);
+}
+
 pub async fn bulk_does_not_hold_up_small_calls<H: Harness>() {
     let harness = H::new();
     let (a, b) = pair(&harness).await;

@@ -45,6 +45,7 @@ macro_rules! suite_for {
             flows frames_of_an_older_life_are_refused
             flows device_threads_can_block_on_flows
             flows both_ends_may_send_before_either_reads
+            flows an_end_is_told_to_those_who_only_look
             flows tasks_and_threads_may_take_turns_at_a_flow
             flows bulk_does_not_hold_up_small_calls
             faults damaged_frames_lose_no_mail_and_double_none
