@@ -28,7 +28,8 @@ pub struct Job {
 pub enum Outcome {
     /// `sampled` is empty on every stage but the last.
     Done { step: u64, sampled: Vec<Sampled>, micros: u64 },
-    /// Nothing of the step was delivered. `suspects` are the requests that were in it, where this
+    /// Nothing of the step was delivered, or, if it is done already, the other shards lack what it
+    /// drew. `suspects` are the requests that were in it, where this
     /// shard itself failed (and not a peer it waited for).
     Failed { step: u64, reason: String, suspects: Vec<RequestId> },
 }
@@ -103,22 +104,18 @@ fn serve(
     };
     while let Ok(mut job) = queue.recv() {
         let begun = Instant::now();
-        let run = || -> Result<Vec<Sampled>, Failure> {
+        let run = || -> Result<(), Failure> {
             feedback.blocking_fill(&mut job.batch, &job.drawn).map_err(Failure::peer)?;
-            step(engine.as_mut(), &mut wires, &job, &mut scrub)
+            let sampled = step(engine.as_mut(), &mut wires, &job, &mut scrub)?;
+            let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
+            let drawn = feedback.keep(job.step, &sampled);
+            // Before the other shards: on the same machine one of them is woken on this
+            // thread's processor, which would have its next turn when that one's step is over.
+            tell(&mut *engine, Outcome::Done { step: job.step, sampled, micros });
+            feedback.blocking_send(drawn).map_err(Failure::peer)
         };
         let failure = match catch_unwind(AssertUnwindSafe(run)) {
-            Ok(Ok(sampled)) => {
-                let micros = begun.elapsed().as_micros().try_into().unwrap_or(u64::MAX);
-                let drawn = feedback.keep(job.step, &sampled);
-                // Before the other shards: on the same machine one of them is woken on this
-                // thread's processor, which would have its next turn when that one's step is over.
-                tell(&mut *engine, Outcome::Done { step: job.step, sampled, micros });
-                match feedback.blocking_send(drawn) {
-                    Ok(()) => continue,
-                    Err(reason) => Failure::peer(reason),
-                }
-            }
+            Ok(Ok(())) => continue,
             Ok(Err(failure)) => failure,
             Err(panic) => Failure { reason: format!("panic: {}", panic_text(&*panic)), own: true },
         };

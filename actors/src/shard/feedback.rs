@@ -8,7 +8,7 @@
 //! takes all that have come, so that no more wait than there are steps in flight.
 
 use super::drawn::{Drawn, token_of};
-use super::flows::{Doing, TAKES_TOKENS, flow_id, label};
+use super::flows::{Doing, SENDS_TOKENS, TAKES_TOKENS, flow_id, label};
 use crate::messages::{Place, ReplicaPlan, ShardPlace};
 use bytes::{BufMut, Bytes, BytesMut};
 use dunlin_model::engine::{Batch, Sampled};
@@ -127,6 +127,7 @@ impl Feedback {
     /// Sends what was drawn to the other shards.
     pub async fn send(&self, drawn: Option<FlowFrame>) -> Result<(), String> {
         let Some(frame) = drawn else { return Ok(()) };
+        self.doing.set(SENDS_TOKENS);
         for (to, flow) in &self.to {
             let sent = flow.send(frame.clone()).await;
             sent.map_err(|error| format!("sends its tokens to {to}: {error}"))?;

@@ -55,6 +55,7 @@ const RECEIVES: u8 = 1;
 const REDUCES: u8 = 2;
 const SENDS: u8 = 3;
 pub(super) const TAKES_TOKENS: u8 = 4;
+pub(super) const SENDS_TOKENS: u8 = 5;
 
 impl Doing {
     pub(super) fn set(&self, now: u8) {
@@ -72,6 +73,7 @@ impl Doing {
             RECEIVES => format!("waits for activations of {}", self.from),
             REDUCES => format!("waits for a reduction with {}", self.peers),
             TAKES_TOKENS => format!("waits for the tokens of {}", self.draws),
+            SENDS_TOKENS => "waits until the other shards take its tokens".into(),
             SENDS => format!("waits until {} takes its activations", self.to),
             _ => "computes: its device does not answer".into(),
         }
