@@ -123,8 +123,8 @@ impl Assembler {
         self.chunk.is_empty() && self.partial.is_empty() && self.want.is_none()
     }
 
-    #[cfg(target_os = "linux")]
     /// How many bytes the frame under way is short of, as far as is known.
+    #[cfg(target_os = "linux")]
     pub fn missing(&self) -> usize {
         self.want.map_or(0, |want| want.saturating_sub(self.partial.len()))
     }

@@ -83,11 +83,11 @@ impl Default for QuicOptions {
 /// The QUIC transport of one node.
 pub struct QuicTransport {
     identity: Arc<NodeIdentity>,
-    options: QuicOptions,
     roster: Arc<Roster>,
 }
 
-/// The links of a transport, for faults that hit a connection, and the socket under them.
+/// What the links of a transport share. The links themselves, and the socket under them, are for
+/// faults that hit a connection.
 #[derive(Default)]
 struct Roster {
     options: QuicOptions,
@@ -97,15 +97,14 @@ struct Roster {
 
 impl QuicTransport {
     pub fn new(identity: Arc<NodeIdentity>, options: QuicOptions) -> Self {
-        let roster = Arc::new(Roster { options: options.clone(), ..Roster::default() });
-        Self { identity, options, roster }
+        Self { identity, roster: Arc::new(Roster { options, ..Roster::default() }) }
     }
 
     /// Fault `conn.half_open`: this node drops the state of its connection with `peer` and tells
     /// nobody; what the peer goes on sending is not heard. Says how many there were; always 0
     /// without [`QuicOptions::wire`].
     pub fn half_open(&self, peer: &NodeName) -> usize {
-        let Some(wire) = &self.options.wire else { return 0 };
+        let Some(wire) = &self.roster.options.wire else { return 0 };
         let links = self.roster.links_with(peer);
         if !links.is_empty() {
             wire.forget(peer);
@@ -123,7 +122,7 @@ impl QuicTransport {
     pub fn rebind(&self, peer: &NodeName) -> std::io::Result<Option<u16>> {
         let dialled = self.roster.links_with(peer).iter().any(|link| link.dialled);
         let shim = self.roster.shim.lock().upgrade();
-        let (Some(wire), Some(shim), true) = (&self.options.wire, shim, dialled) else {
+        let (Some(wire), Some(shim), true) = (&self.roster.options.wire, shim, dialled) else {
             return Ok(None);
         };
         let port = shim.open_other()?;
@@ -137,14 +136,14 @@ impl QuicTransport {
         address: SocketAddr,
         listen: &str,
     ) -> Result<QuicEndpoint, BindError> {
-        let transport = Arc::new(transport_config(&self.options));
-        let server = tls::server(&self.identity, transport.clone(), &self.options);
+        let transport = Arc::new(transport_config(&self.roster.options));
+        let server = tls::server(&self.identity, transport.clone(), &self.roster.options);
         let client = tls::client(&self.identity, transport);
         let bad = |detail: String| BindError::Certificate { node: name.clone(), detail };
         let (server, client) = (server.map_err(bad)?, client.map_err(bad)?);
-        let socket::Opened { socket, shim } = socket::open(address, listen, &self.options)?;
+        let socket::Opened { socket, shim } = socket::open(address, listen, &self.roster.options)?;
         *self.roster.shim.lock() = shim.as_ref().map_or_else(Weak::new, Arc::downgrade);
-        let config = endpoint_config(&self.identity, &self.options);
+        let config = endpoint_config(&self.identity, &self.roster.options);
         let runtime = Arc::new(quinn::TokioRuntime);
         let failed = |e: std::io::Error| BindError::Socket {
             address: listen.to_owned(),
@@ -154,11 +153,10 @@ impl QuicTransport {
             quinn::Endpoint::new_with_abstract_socket(config, Some(server), socket, runtime)
                 .map_err(failed)?;
         let local = endpoint.local_addr().map_err(failed)?;
-        let (links, accepted) = mpsc::channel(self.options.half_open.max(1));
+        let (links, accepted) = mpsc::channel(self.roster.options.half_open.max(1));
         let task = tokio::spawn(accept_all(
             endpoint.clone(),
             links,
-            self.options.clone(),
             self.identity.cluster_id,
             self.roster.clone(),
         ));
@@ -304,10 +302,10 @@ impl Drop for QuicEndpoint {
 async fn accept_all(
     endpoint: quinn::Endpoint,
     links: mpsc::Sender<Arc<dyn Link>>,
-    options: QuicOptions,
     cluster_id: [u8; 16],
     roster: Arc<Roster>,
 ) {
+    let options = &roster.options;
     let room = Arc::new(Semaphore::new(options.half_open.max(1)));
     while let Some(incoming) = endpoint.accept().await {
         // Half full: first make the sender prove that it is where it says.
@@ -370,12 +368,12 @@ impl Roster {
         cluster_id: [u8; 16],
         dialled: bool,
     ) -> Arc<QuicLink> {
-        let wire = self.options.wire.clone();
         let options = &self.options;
+        let wire = options.wire.clone();
         let local = options.local_lanes && wire.is_none();
         let local = local.then(|| LocalLanes::start(&connection, dialled, options)).flatten();
         let link = Arc::new(QuicLink { connection, cluster_id, dialled, wire, local });
-        if self.options.wire.is_some() {
+        if options.wire.is_some() {
             link.name_address();
             let mut links = self.links.lock();
             links.retain(|link| link.strong_count() > 0);
